@@ -26,7 +26,6 @@ The installed command `rlhf-spmd` is the same as `python -m rlhf_spmd`; `rlhf-sp
 
 import argparse
 import atexit
-import codecs
 import importlib
 import os
 import signal
@@ -37,7 +36,6 @@ from typing import NoReturn
 from rlhf_spmd.errors import UserError
 
 USER_STATUS = 2
-ASCII_OUTPUT = "ascii:backslashreplace"
 PIPE_STATUS = 141  # the status that a shell reports for a program that SIGPIPE ended
 ON_RANKS = ("train", "evaluate", "generate", "profile")  # verbs that run on the ranks of MPI
 
@@ -51,8 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
     from rlhf_spmd.runtime.failure import launcher, signals
 
     is_process = arguments is None
-    if is_process:
-        _in_utf8()
     words = sys.argv[1:] if arguments is None else arguments
     os.umask(os.umask(0) | stat.S_IWOTH)  # no other user may change files that later runs execute, e.g. strategies
     verb = words[0] if words else ""
@@ -66,16 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
     if on_ranks:
         return _on_ranks(words)
     return _to_the_end(words) if is_process else _alone(words)
-
-
-def _in_utf8() -> None:
-    """Starts this process again, in Python's UTF-8 mode, if names of files would be ASCII: in such a locale a name of
-    the command line would be another text than the same one in a file of options. What is printed stays ASCII."""
-    again = {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING") or ASCII_OUTPUT}
-    has_script = sys.argv[0] not in ("", "-")  # otherwise it came from standard input, which has been read
-    may_change = not sys.flags.ignore_environment and os.environ.get("PYTHONUTF8") != "1"
-    if codecs.lookup(sys.getfilesystemencoding()).name == "ascii" and sys.executable and has_script and may_change:
-        os.execve(sys.executable, sys.orig_argv, again)
 
 
 def _to_the_end(arguments: list[str]) -> NoReturn:
@@ -117,9 +103,7 @@ def _alone(arguments: list[str]) -> int:
                 f"mpirun; if it was, with `{launcher.alone(os.environ)}`"
             )
         if place.rank > 0:
-            where = f"copy {place.rank} of {place.num} ({place.variable})"
-            note = f"rlhf_spmd: note: {parsed.verb} runs in one process: {where} leaves it to copy 0"
-            print(note, file=sys.stderr)
+            print(f"rlhf_spmd: note: {parsed.verb} runs in one process: copy 0 of {place.num} does it", file=sys.stderr)
             return 0
         module = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb.replace('-', '_')}")
         status = module.launch(parsed, arguments) if parsed.verb == "rehearse" else module.run(parsed)
@@ -134,11 +118,9 @@ def _alone(arguments: list[str]) -> int:
         output.flush()
         raise
     except (UserError, OSError, MemoryError) as error:
-        gone = why_no_folder()
-        text = str(error) if isinstance(error, UserError) else explain(error)
-        if not gone and text is None:
+        text = why_no_folder() or (str(error) if isinstance(error, UserError) else explain(error))
+        if text is None:
             raise
-        text = f"{text}; {gone}" if gone and isinstance(error, UserError) else gone or text
         if launcher.reports(os.environ):
             print(f"rlhf_spmd: error: {text}", file=sys.stderr)
         return USER_STATUS

@@ -127,10 +127,10 @@ def in_peer(module: str, job: dict, folder: Path) -> None:
     """Runs a module in TRL's environment with a job as its argument. Raises if it fails."""
     path = folder / "job.json"
     path.write_text(json.dumps(job), encoding="utf-8")
-    told = {"capture_output": True, "encoding": "utf-8", "errors": "replace", "timeout": LIMIT_S}
-    done = subprocess.run([str(PEER), "-m", module, str(path)], cwd=REPOSITORY, check=False, **told)
+    words = [str(PEER), "-m", module, str(path)]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=LIMIT_S, check=False)
     if done.returncode:
-        raise RuntimeError(f"{module} ended with {done.returncode}:\n{done.stderr}")
+        raise RuntimeError(f"{module} failed:\n{done.stderr}")
 
 
 def compared_step(setting: Setting, case: Case, mine: ours.Taken, out: Path, precision: str) -> dict:
@@ -189,12 +189,9 @@ def same_reading(row: Mapping) -> bool:
 
 def metric_errors(case: Case, mine: Mapping, theirs: Mapping) -> dict[str, float]:
     """Returns relative differences of what both programs log, by TRL's names; ours are found by their aliases."""
-    names = {
-        alias.name.removeprefix("train/"): alias.ours[0] for alias in TABLE["trl"] if case.page in alias.algorithms
-    }
-    names |= EXTREMES
-    shared = [name for name in names if name in theirs]
-    return {name: abs(mine[names[name]] - theirs[name]) / max(abs(theirs[name]), 1e-300) for name in shared}
+    names = {row["name"][6:]: row["ours"][0] for row in TABLE["trl"] if case.page in row.get("algorithms", ())}
+    shared = {name: here for name, here in (names | EXTREMES).items() if name in theirs}
+    return {name: abs(mine[here] - theirs[name]) / max(abs(theirs[name]), 1e-300) for name, here in shared.items()}
 
 
 def same_tokens(case: Case, mine: Sequence[Row], theirs: Sequence[Row]) -> bool:

@@ -25,7 +25,7 @@ from bench.rows import write
 from bench.tables import text_table
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
-from rlhf_spmd.machines.cluster_calibration import with_reserve
+from rlhf_spmd.machines.calibration_file import with_reserve
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cost.memory import most_bytes
 

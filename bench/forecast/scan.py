@@ -31,8 +31,7 @@ from bench.tables import text_table
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.machines.calibration_file import load_calibration
-from rlhf_spmd.machines.cluster_calibration import with_reserve
+from rlhf_spmd.machines.calibration_file import load_calibration, with_reserve
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice, no_evaluation
@@ -107,43 +106,37 @@ def check_inputs(
     overrides: KEY=VALUE arguments of the command line.
     runs: whether this is the command line of a run, which needs prompts, and imports no functions.
     """
-    keys = [] if runs else [word.partition("=")[0] for word in overrides]
-    named: list[str] = []
-    unnamed: list[str] = []
+    keys = {"algorithm"} | {word.partition("=")[0] for word in overrides}
+    texts = {"reward_function": config.reward_function, "eval.reward_function": config.eval.reward_function}
+    names = {f"reward function {spec}": key for key, text in texts.items() for spec in foreign_functions(text)}
     if config.algorithm.from_file:
-        (unnamed if runs else named).append(f"algorithm {config.algorithm.name}")
-    for key, text in (
-        ("reward_function", config.reward_function),
-        ("eval.reward_function", config.eval.reward_function),
-    ):
-        (named if key in keys else unnamed).extend(f"reward function {spec}" for spec in foreign_functions(text))
+        names[f"algorithm {config.algorithm.name}"] = "algorithm"
+    unnamed = [name for name, key in names.items() if runs or key not in keys]
     unchecked = dict.fromkeys(unnamed, "name it on the command line of `check`")
-    if named:
-        findings, why = _in_child(partial(_input_findings, config, workflow, unchecked, runs=runs))
+    if len(unnamed) < len(names):
+        findings = _in_child(partial(_input_findings, config, workflow, unchecked, runs=runs))
         if findings is not None:
             return findings
-        unchecked |= dict.fromkeys(named, why)
+        unchecked = dict.fromkeys(names, f"importing it took more than {IMPORT_S} s, or ended the process") | unchecked
     return _input_findings(config, workflow, unchecked, runs=runs)
 
 
-def _in_child(check: Callable[[], list[Finding]]) -> tuple[list[Finding] | None, str]:
-    """Runs a check that imports code of the user in a child process without GPUs. Returns its findings; None and the
-    reason if the child does not answer."""
+def _in_child(check: Callable[[], list[Finding]]) -> list[Finding] | None:
+    """Runs a check that imports code of the user in a child process without GPUs. Returns its findings; None if the
+    child does not answer."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, check))
     process.start()
     sender.close()
     try:
-        if not receiver.poll(IMPORT_S):
-            return None, f"importing it took more than {IMPORT_S} s"
-        return [Finding(*values) for values in json.loads(receiver.recv_bytes())], ""
+        return [Finding(*values) for values in json.loads(receiver.recv_bytes())] if receiver.poll(IMPORT_S) else None
     except EOFError:
-        return None, "importing it ended the process"
+        return None
     finally:
-        process.kill()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
         process.join()
 
 
@@ -201,12 +194,11 @@ def _check_data(config: Config, unchecked: Mapping[str, str]) -> list[Finding]:
     from rlhf_spmd.runtime.data.first_rows import check_first_rows
 
     findings = _findings_of("data", partial(check_first_rows, config), {})
-    if not any(role.judge for role in config.algorithm.roles.values()):
-        return findings
-    is_readable = bool(prompt_files(config)) and not findings
-    for spec in split_functions(config.reward_function):
-        check_function = partial(_check_reward, spec, config, is_readable=is_readable)
-        findings += _findings_of(f"reward function {spec}", check_function, unchecked)
+    if any(role.judge for role in config.algorithm.roles.values()):
+        is_readable = bool(prompt_files(config)) and not findings
+        for spec in split_functions(config.reward_function):
+            check_function = partial(_check_reward, spec, config, is_readable=is_readable)
+            findings += _findings_of(f"reward function {spec}", check_function, unchecked)
     return findings
 
 
@@ -217,26 +209,22 @@ def _check_reward(spec: str, config: Config, *, is_readable: bool) -> None:
 
     function = load_reward_function(spec, None)
     if function.asks_for_columns and is_readable:
-        named, key = prompt_files(config), config.data.key or config.algorithm.prompts
-        names = partial(column_names, every_file(named), key, has_source=len(named) > 1)
         try:
-            function.bound_to(names(most=NUM_ROWS))
+            function.bound_to(column_names(config, NUM_ROWS))
         except UserError:  # unless a later row has the column
-            function.bound_to(names())
+            function.bound_to(column_names(config))
 
 
-def column_names(paths: Sequence[Path], key: str, *, has_source: bool, most: int | None = None) -> list[str]:
-    """Returns the columns of files of prompts that reward functions may ask for. Raises UserError.
-
-    key: of the prompts.
-    has_source: a row without data_source is given one.
-    most: number of rows that are read of each file (None: all).
-    """
+def column_names(config: Config, most: int | None = None) -> list[str]:
+    """Returns the columns of files of prompts that reward functions may ask for. most: number of rows that are read of
+    each file (None: all). Raises UserError."""
     from rlhf_spmd.runtime.data.readers import SOURCE, read_records
 
-    names = dict.fromkeys([SOURCE] if has_source else [])
-    for _, row in (entry for path in paths for entry in read_records(path, key, most=most)):
-        names |= dict.fromkeys(name for name, value in row.items() if name != key or not isinstance(value, str))
+    named, key = prompt_files(config), config.data.key or config.algorithm.prompts
+    names = dict.fromkeys([SOURCE] if len(named) > 1 else [])  # a row without data_source is given one
+    for path in every_file(named):
+        for _, row in read_records(path, key, most=most):
+            names |= dict.fromkeys(name for name, value in row.items() if name != key or not isinstance(value, str))
     return list(names)
 
 

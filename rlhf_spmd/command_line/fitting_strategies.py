@@ -1,13 +1,14 @@
 """Finds options with which the shipped strategies fit a cluster: to compare plans with, and for advice in errors."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.pages.strategy import Strategy, load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import least_bytes
 from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.validate import validate
 from rlhf_spmd.plan.workload import Workload
@@ -41,13 +42,13 @@ def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[Map
 def missing_bytes(program: Program, evaluation: Program | None = None) -> int:
     """Returns the largest number of bytes that a rank lacks on its device, beside the reserve, for a program and for
     that of the run's evaluations; less than 1 if both fit."""
-
-    def least(rank: int) -> int:
+    missing = []
+    for rank in program.cluster.ranks:
+        limit = program.cluster.usable_bytes(rank)
         beside = least_bytes(evaluation, rank, program) if evaluation else 0
-        return max(least_bytes(program, rank), beside)
-
-    limits = [(rank, program.cluster.usable_bytes(rank)) for rank in program.cluster.ranks]
-    return max((least(rank) - limit for rank, limit in limits if limit is not None), default=0)
+        if limit is not None:
+            missing.append(max(least_bytes(program, rank), beside) - limit)
+    return max(missing, default=0)
 
 
 def too_large(program: Program, evaluation: Program | None = None) -> bool:
@@ -59,32 +60,26 @@ def too_large(program: Program, evaluation: Program | None = None) -> bool:
 def fitting_options(workload: Workload, cluster: Cluster, evaluate: Evaluate = no_evaluation) -> Iterator[str]:
     """Returns, for each shipped strategy that fits with some options, --strategy and the first fitting options as words
     of a command line. These shard as little as possible."""
-
-    def fits(name: str, options: Mapping[str, Any], *, compiled: bool = True) -> bool:
-        strategy = load_strategy(name)
-        try:
-            placement = strategy.placement(workload, cluster, options)
-            validate(placement, workload, cluster)
-            # Transfers only add bytes, so a program without them shows most misfits without compiling, and one rank
-            # most of these.
-            without_transfers = Program(workload, placement, cluster, {}, (), ())
-            first_rank = cluster.ranks[0]
-            limit = cluster.usable_bytes(first_rank)
-            misses = limit is not None and least_bytes(without_transfers, first_rank) > limit
-            if misses or too_large(without_transfers):
-                return False
-            program = strategy.compile(workload, cluster, options) if compiled else None
-            return program is None or not too_large(program, evaluate(program))
-        except UserError:  # e.g. too few ranks
-            return False
-
     for name in COMPARED:
-        tried = options_to_try(name, workload, cluster)
-        if name not in SPLIT and not fits(name, tried[-1], compiled=False):  # the options with the least memory
-            continue
-        first = next((options for options in tried if fits(name, options)), None)
-        if first is not None:
-            yield " ".join([f"--strategy {name}", *(f"strategy.{key}={value}" for key, value in first.items())])
+        for options in options_to_try(name, workload, cluster):
+            if _fits(load_strategy(name), options, workload, cluster, evaluate):
+                yield " ".join([f"--strategy {name}", *(f"strategy.{key}={value}" for key, value in options.items())])
+                break
+
+
+def _fits(
+    strategy: Strategy, options: Mapping[str, Any], workload: Workload, cluster: Cluster, evaluate: Evaluate
+) -> bool:
+    try:
+        placement = strategy.placement(workload, cluster, options)
+        validate(placement, workload, cluster)
+        # Transfers only add bytes, so a program without them shows most misfits without compiling.
+        if too_large(Program(workload, placement, cluster, {}, (), ())):
+            return False
+        program = strategy.compile(workload, cluster, options)
+        return not too_large(program, evaluate(program))
+    except UserError:  # e.g. too few ranks
+        return False
 
 
 def advice(program: Program, evaluate: Evaluate = no_evaluation) -> str:
@@ -96,3 +91,24 @@ def advice(program: Program, evaluate: Evaluate = no_evaluation) -> str:
     if not strategies:
         return "No shipped strategy fits these devices with any of its usual options: use more or larger devices"
     return "These fit (--strategy auto plans the fastest): " + "; ".join(strategies)
+
+
+def compile_all(
+    names: Sequence[str], workload: Workload, cluster: Cluster, options: Mapping[str, Any]
+) -> dict[str, Program]:
+    """Compiles the program of each strategy; each gets those options that it has. Raises UserError for an option that
+    none has, and for an error of `check` other than too little memory."""
+    strategies = {name: load_strategy(name) for name in dict.fromkeys(names)}
+    for option in options:
+        if not any(option in strategy.parameters for strategy in strategies.values()):
+            next(iter(strategies.values())).typed({option: options[option]})  # raises
+    programs = {}
+    for name, strategy in strategies.items():
+        own = {option: value for option, value in options.items() if option in strategy.parameters}
+        program = strategy.compile(workload, cluster, own)
+        misfits = {str(finding) for finding in memory(program)}
+        wrong = [finding for finding in check(program) if finding.severity == "error" and str(finding) not in misfits]
+        if wrong:
+            raise UserError(f"strategy {name}: {wrong[0]}; python -m rlhf_spmd check {name} shows all of it")
+        programs[name] = program
+    return programs

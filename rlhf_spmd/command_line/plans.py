@@ -1,5 +1,6 @@
 """The best plans and the shipped strategies side by side, each with its forecast, and the fastest as a strategy."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
@@ -24,7 +25,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
-from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s, halves_s
+from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
 from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Program
@@ -60,11 +61,12 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A shipped strategy without a forecast. note: why. missing_bytes: of a device, if that is why."""
+    """A shipped strategy without a forecast. note: why. missing_bytes: of a device; the largest number if it has no
+    program."""
 
     name: str
     note: str
-    missing_bytes: int = 0
+    missing_bytes: int = sys.maxsize
 
 
 Row = Alternative | Misfit  # of the table
@@ -131,9 +133,9 @@ def searched(
         except UserError:
             continue
         plans = sorted((*found.plans, *more.plans), key=lambda plan: plan.forecast.makespan_s)
-        gaps = [gap for gap in (found.gap, more.gap) if gap is not None]
         sums = {name: getattr(found, name) + getattr(more, name) for name in SUMMED}
-        found = replace(found, plans=tuple(plans), gap=max(gaps, default=None), **sums)
+        gap = None if found.gap is None else max(found.gap, more.gap or 0.0)
+        found = replace(found, plans=tuple(plans), gap=gap, **sums)
     return found
 
 
@@ -143,20 +145,15 @@ def ahead_text(rows: Sequence[Row], workload: Workload) -> str:
     rows: of alternatives() with and without it.
     """
     order = list(ranked(rows))
-    late = next((row for row in order if not row.program.placement.ahead), None)
     early = next((row for row in order if row.program.placement.ahead), None)
     if early is None:
         why = "; ".join(ahead_problems(1, workload.workflow)) or "no placement of it fits these devices"
         return f"One iteration ahead is out of the question: {why}"
-    seconds, drawing_s, training_s = early.forecast.makespan_s, *halves_s(early.forecast)
-    flat = next((row for row in order if kind_of(row) == "flattening"), None)
-    against = {"flattening": flat} | ({} if late is flat or late is None else {f"{late.name} without it": late})
-    times = [f"{row.forecast.makespan_s / seconds:.2f} times as fast as {name}" for name, row in against.items() if row]
-    verdict = "pays" if order[0] is early else "would not pay"
-    return (
-        f"One iteration ahead {verdict}: {early.name} takes {seconds:.4g} s, {' and '.join(times)}. Drawing takes "
-        f"{drawing_s:.4g} s and training beside it {training_s:.4g} s, each on a part of the ranks"
-    )
+    verdict, seconds = "pays" if order[0] is early else "would not pay", early.forecast.makespan_s
+    times = [
+        f"{row.forecast.makespan_s / seconds:.2f} times as fast as {row.name}" for row in order if row is not early
+    ]
+    return f"One iteration ahead {verdict}: {early.name} takes {seconds:.4g} s, {', '.join(times)}"
 
 
 def kind_of(row: Alternative) -> str:
@@ -176,40 +173,32 @@ def fitted(
 
     ahead: of separation.
     """
-    strategy, refused, short = load_strategy(name), "", dict[str, int]()
+    strategy, misfits = load_strategy(name), list[Misfit]()
     name = SEPARATION_AHEAD if ahead else name
     for tried in options_to_try(strategy.name, workload, cluster):
-        options = {**tried, **({"ahead": ahead} if ahead else {})}
+        options = {**tried, "ahead": ahead} if ahead else tried
         words = " ".join(f"{option}={value}" for option, value in options.items())
         try:
             program = strategy.compile(workload, cluster, options)
             evaluation = evaluate(program)
         except UserError as error:
-            refused = refused or str(error).removeprefix(f"strategy {strategy.name}: ")
+            misfits.append(Misfit(name, str(error).removeprefix(f"strategy {strategy.name}: "), sys.maxsize))
             continue
         if not too_large(program, evaluation):
             return Alternative(name, program, forecast(program, calibration), words, evaluation=evaluation)
-        short[words] = missing_bytes(program, evaluation)
-    if not short:
-        return Misfit(name, refused)
-    words = min(short, key=short.__getitem__)
-    with_options = f" with {words}" if words else ""
-    note = f"does not fit: a device lacks {format_bytes(short[words])}{with_options}"
-    return Misfit(name, note, short[words])
+        missing = missing_bytes(program, evaluation)
+        note = f"does not fit: a device lacks {format_bytes(missing)}{' with ' if words else ''}{words}"
+        misfits.append(Misfit(name, note, missing))
+    return min(misfits, key=lambda misfit: misfit.missing_bytes)
 
 
 def ranked(rows: Sequence[Row]) -> Iterator[Alternative]:
     """Yields the rows that `check` has no error about, fastest first; those that it warns about for want of memory
     come after all others."""
-    tight = []
-    for row in sorted((row for row in rows if isinstance(row, Alternative)), key=lambda row: row.forecast.makespan_s):
-        if any(finding.severity == "error" for finding in check_both(row.program, row.evaluation)):
-            continue
-        if memory(row.program):
-            tight.append(row)
-        else:
+    fitting = [row for row in rows if isinstance(row, Alternative)]
+    for row in sorted(fitting, key=lambda row: (bool(memory(row.program)), row.forecast.makespan_s)):
+        if all(finding.severity != "error" for finding in check_both(row.program, row.evaluation)):
             yield row
-    yield from tight
 
 
 def most_promising(rows: Sequence[Row], number: int) -> list[Alternative]:
@@ -217,15 +206,12 @@ def most_promising(rows: Sequence[Row], number: int) -> list[Alternative]:
     times the seconds of the first one: the first, the best shipped strategy, and the best of each kind of placement
     (name_of()), because placements of a kind differ less than their forecasts err. Then the next ones."""
     order = list(ranked(rows))
-    first: dict[str, str] = {}  # what a row is the best of -> its name
-    for row in order:
-        if row.forecast.makespan_s <= NEAR * order[0].forecast.makespan_s:
-            if row.name in COMPARED:
-                first.setdefault("shipped", row.name)
-            first.setdefault(kind_of(row), row.name)
-    names = dict.fromkeys([order[0].name, *([first["shipped"]] if "shipped" in first else []), *first.values()])
-    chosen = list(names | dict.fromkeys(row.name for row in order))[:number]
-    return [row for row in order if row.name in chosen]
+    near = [row for row in order if row.forecast.makespan_s <= NEAR * order[0].forecast.makespan_s]
+    shipped = [row.name for row in near if row.name in COMPARED]
+    best = {kind_of(row): row.name for row in reversed(near)}
+    of_kinds = [row.name for row in near if row.name in best.values()]
+    every = dict.fromkeys([order[0].name, *shipped[:1], *of_kinds, *(row.name for row in order)])
+    return [row for row in order if row.name in list(every)[:number]]
 
 
 def fastest(rows: Sequence[Row], cluster: Cluster) -> Alternative:
@@ -238,45 +224,37 @@ def fastest(rows: Sequence[Row], cluster: Cluster) -> Alternative:
 def _nearest(shipped: Sequence[Row]) -> str:
     """Returns which of the shipped strategies fits best, as a sentence."""
     if best := next(ranked(shipped), None):
-        words = f" with {best.note}" if best.note else ""
-        return f"Strategy {best.name}{words} fits if generation decodes fewer sequences at a time"
-    tight = [row for row in shipped if isinstance(row, Misfit) and row.missing_bytes > 0]
-    if not tight:
-        return shipped[0].note
-    least = min(tight, key=lambda row: row.missing_bytes)
-    missing = format_bytes(least.missing_bytes)
-    return f"The nearest shipped strategy is {least.name}: a device lacks {missing} even with the smallest KV cache"
+        return f"Strategy {best.name} ({best.note}) fits if generation decodes fewer sequences at a time"
+    misfits = [row for row in shipped if isinstance(row, Misfit)]
+    least = min(misfits, key=lambda row: row.missing_bytes)
+    return f"The nearest shipped strategy is {least.name}, even with the smallest KV cache: {least.note}"
 
 
 def plans_table(rows: Sequence[Row], calibration: Calibration, columns: int | None = None) -> str:
     """Returns seconds, waste and bytes of every row; then the seconds of each call and what limits it. columns: of
     `table`."""
     shown = [row for row in rows if isinstance(row, Alternative)]
-    limited = bool(shown) and any(node.device_bytes for node in shown[0].program.cluster.nodes)
-    first: list[tuple[str, ...]] = [
-        ("plan", "seconds", "bubble", "peak", *(("reserve", "device") if limited else ()), "note")
-    ]
+    calls = list(dict.fromkeys(call.name for row in shown for call in row.program.workload.workflow.placed_calls))
+    first: list[tuple[str, ...]] = [("plan", "seconds", "bubble", "peak", "reserve", "device", "note")]
+    second: list[tuple[str, ...]] = [("plan", *calls)]
     for row in rows:
         if isinstance(row, Misfit):
-            first.append((row.name, *["-"] * (len(first[0]) - 2), row.note))
+            first.append((row.name, "-", "-", "-", "-", "-", row.note))
             continue
-        sizes = [format_bytes(size) for size in (most_bytes(row.program), *(_device(row.program) if limited else ()))]
-        words = ", ".join(filter(None, (row.note, TIGHT if memory(row.program) else "")))
-        first.append((row.name, f"{row.forecast.makespan_s:.4g}", f"{abs(bubble(row.forecast)):.0%}", *sizes, words))
-    calls = list(dict.fromkeys(call.name for row in shown for call in row.program.workload.workflow.placed_calls))
-    second: list[tuple[str, ...]] = [("plan", *calls)]
-    for row in shown:
-        seconds, limit = call_s(row.forecast), limits(row.program, calibration)
+        program, seconds, limit = row.program, call_s(row.forecast), limits(row.program, calibration)
+        words = ", ".join(filter(None, (row.note, TIGHT if memory(program) else "")))
+        idle, most = f"{abs(bubble(row.forecast)):.0%}", format_bytes(most_bytes(program))
+        first.append((row.name, f"{row.forecast.makespan_s:.4g}", idle, most, *_device(program), words))
         second.append((row.name, *(f"{seconds[call]:.3g} {limit[call]}" if call in seconds else "-" for call in calls)))
     heading = "Seconds of each call in an iteration, and what limits it"
     return "\n".join([table(first, columns), "", heading, table(second, columns)])
 
 
-def _device(program: Program) -> tuple[int, int]:
+def _device(program: Program) -> tuple[str, str]:
     """Returns the reserved bytes and the memory of the device on which a program may use the least."""
     limited = [(node.usable_bytes or 0, node.device_bytes) for node in program.cluster.nodes if node.device_bytes]
-    usable, whole = min(limited, key=lambda one: one[0])
-    return whole - usable, whole
+    usable, whole = min(limited, default=(0, 0))
+    return (format_bytes(whole - usable), format_bytes(whole)) if limited else ("-", "-")
 
 
 def module_source(row: Alternative, config: Config, calibration: Calibration, overrides: list[str]) -> str:

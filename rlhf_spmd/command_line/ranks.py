@@ -2,21 +2,20 @@
 torch."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_spmd.command_line.words import load_config
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
+from rlhf_spmd.machines.calibration_file import calibration_for, with_reserve
 from rlhf_spmd.machines.cluster_file import on_machines, read_cluster
 from rlhf_spmd.pages.strategy import Strategy
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.program.transfers import communicators
-from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.runtime.world.devices import check_program, type_of
+from rlhf_spmd.runtime.world.devices import type_of
 
 
 def on_device(world: Any, parsed: argparse.Namespace, config: configs.Config) -> configs.Config:
@@ -36,37 +35,17 @@ def compare_options(world: Any, config: configs.Config, about: Mapping[str, str]
         world.agree("the start", options | {"the algorithm": config.algorithm.source} | dict(about or {}))
 
 
-def start_torch(world: Any, config: configs.Config, *programs: Program) -> None:
+def compare_programs(world: Any, strategy: Strategy, programs: Sequence[Program]) -> None:
+    """Compares compiled programs among the ranks. Collective; raises UserError."""
+    with world.together("comparing the program"):
+        facts = {f"program {number}": program.fingerprint for number, program in enumerate(programs)}
+        world.agree("the start", facts | {"the strategy": strategy.source})
+
+
+def start_torch(world: Any, config: configs.Config, programs: Sequence[Program]) -> None:
     """Starts torch for programs. Collective."""
     world.set_deadline(config.deadline_s)
     world.start_torch(*communicators(programs))
-
-
-def start_without_training(
-    world: Any,
-    parsed: argparse.Namespace,
-    config: configs.Config,
-    strategy: Strategy,
-    make: Callable[[Program], Program],
-    about: Mapping[str, str] | None = None,
-) -> Program:
-    """Compares options and program among the ranks, starts torch, and returns the program. Collective; raises
-    UserError.
-
-    make: makes it from that of training.
-    about: see compare_options.
-    """
-    compare_options(world, config, about)
-    with world.together("compiling the program"):
-        cluster, _ = cluster_of_run(world, config, parsed.cluster)
-        program = make(strategy.compile(configs.make_workload(config), cluster, config.strategy))
-        if errors := [str(finding) for finding in check(program) if finding.severity == "error"]:
-            raise UserError(f"strategy {strategy.name} is refused by check: {'; '.join(errors[:3])}")
-        check_program(world.computes, program)
-    with world.together("comparing the program"):
-        world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
-    start_torch(world, config, program)
-    return program
 
 
 def cluster_of_run(

@@ -8,14 +8,12 @@ from rlhf_spmd.command_line.checks import num_rows
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.epochs import length_of
 from rlhf_spmd.config.file import ConfigFile, read_config_file, to_text
-from rlhf_spmd.config.options import Config, make_workload, resolved
+from rlhf_spmd.config.options import Config, resolved
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.machines.calibration_file import load_calibration
-from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
+from rlhf_spmd.machines.calibration_file import calibration_for, load_calibration, with_reserve
 from rlhf_spmd.machines.cluster_file import read_cluster
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
-from rlhf_spmd.plan.workload import Workload
 
 DEFAULT_STRATEGY = "flattening"
 NO_STRATEGY = ("plan", "profile")  # verbs that run none
@@ -79,23 +77,27 @@ def load_config(parsed: argparse.Namespace, *, on_gpu: bool = False) -> Config:
     )
 
 
-def read_config_and_cluster(
-    parsed: argparse.Namespace, layout: str = "1x4", device_type: str | None = None
-) -> tuple[Config, Cluster]:
-    """Returns the configuration and the cluster that a command line names. Raises UserError.
+def read(
+    parsed: argparse.Namespace, layout: str = "1x4", *, required: bool = True
+) -> tuple[Config, Cluster, Calibration | None]:
+    """Returns the configuration, the cluster and its calibration that a command line names. Raises UserError.
 
-    layout, device_type: used where it names none (None: the preset's).
+    layout: used where it names none.
+    required: whether a missing calibration is an error.
     """
-    config = load_config(parsed)
+    config, given = load_config(parsed), getattr(parsed, "calibration", None)
     if parsed.cluster and (parsed.layout or parsed.device_type):
         raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
     if parsed.cluster:
         cluster = read_cluster(parsed.cluster)
     else:
-        cluster = Cluster.parse(parsed.layout or layout, parsed.device_type or device_type or config.device_type)
+        devices = list(load_calibration(given).devices) if given else []
+        device = devices[0] if len(devices) == 1 else config.device_type
+        cluster = Cluster.parse(parsed.layout or layout, parsed.device_type or device)
     if set(cluster.device_types) != {"cpu"}:
         config = load_config(parsed, on_gpu=True)
-    return config, cluster
+    calibration = calibration_for(given, cluster, required=required)
+    return config, with_reserve(cluster, config.reserve, calibration), calibration
 
 
 def length_note(config: Config) -> str:
@@ -104,12 +106,9 @@ def length_note(config: Config) -> str:
     if not config.data.epochs:
         return ""
     if not (num := num_rows(config)):
-        where = f"{config.data.prompts} has none" if config.data.prompts else "give data.prompts=FILE"
-        raise UserError(f"data.epochs={config.data.epochs:g} needs the rows of a file; {where}")
-    if config.mini_batch_tokens:
-        return f"{length_of(config, num)}: the number of iterations is known when the rows are tokenised"
-    loses_rows = config.data.long_prompts == "drop" or bool(config.algorithm.responses)
-    return length_of(config, num, at_most=loses_rows)
+        raise UserError(f"data.epochs={config.data.epochs:g} needs the rows of a file: give data.prompts=FILE")
+    text = length_of(config, num, at_most=config.data.long_prompts == "drop" or bool(config.algorithm.responses))
+    return text + ": their number is known when the rows are tokenised" * bool(config.mini_batch_tokens)
 
 
 def config_text(parsed: argparse.Namespace, config: Config, strategy: str, length: str) -> str:
@@ -124,38 +123,6 @@ def config_text(parsed: argparse.Namespace, config: Config, strategy: str, lengt
         return to_text(values)
     del values["iterations"]  # they follow from data.epochs
     return f"# {length}\n{to_text(values)}"
-
-
-def config_words(parsed: argparse.Namespace, preset: str | None) -> list[str]:
-    """Returns the arguments of a command line that name the file, the algorithm, this preset (with a file: what it
-    names) and the model."""
-    preset = parsed.preset if parsed.config else preset
-    named = {"--config": parsed.config, "--algorithm": parsed.algorithm, "--preset": preset, "--model": parsed.model}
-    return [word for name, value in named.items() if value for word in (name, value)]
-
-
-def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workload, Cluster, Calibration]:
-    """Reads what to plan for. Raises UserError if something does not exist or fit together.
-
-    layout: the default.
-    """
-    config, cluster, calibration = read_calibrated(parsed, layout)
-    assert calibration is not None, "required"
-    refuse_options(config)
-    return config, make_workload(config), cluster, calibration
-
-
-def read_calibrated(
-    parsed: argparse.Namespace, layout: str = "1x4", *, required: bool = True
-) -> tuple[Config, Cluster, Calibration | None]:
-    """Reads the configuration, the cluster and its calibration. Raises UserError as read().
-
-    required: None is an error.
-    """
-    devices = list(load_calibration(parsed.calibration).devices) if parsed.calibration else []
-    config, cluster = read_config_and_cluster(parsed, layout, devices[0] if len(devices) == 1 else None)
-    calibration = calibration_for(parsed.calibration, cluster, required=required)
-    return config, with_reserve(cluster, config.reserve, calibration), calibration
 
 
 def refuse_options(config: Config) -> None:

@@ -33,13 +33,10 @@ def length_of(config: Config, num_rows: int, *, at_most: bool = False) -> str:
     out."""
     if not config.data.epochs:
         return ""
+    passes = f"{config.data.epochs:g} epochs of {num_rows:,} rows"
     if config.mini_batch_tokens:
-        steps = f"steps of at most {config.mini_batch_tokens:,} tokens"
-        return f"{config.data.epochs:g} epochs of {num_rows:,} rows in {steps}"
-    made = in_iterations(config, num_rows)
-    more = math.floor(made.iterations * config.rollout_batch - num_read(config, num_rows))
-    passes = f"{config.data.epochs:g} epoch{'s' * (config.data.epochs != 1)} of {num_rows:,} rows"
-    limit = "at most " if at_most else ""
-    each = f"{limit}{made.iterations:,} iteration{'s' * (made.iterations != 1)} of {config.rollout_batch}"
-    filled = f", the last one filled up with {more} more row{'s' * (more != 1)}" if more else ""
-    return f"{passes}: {each}{filled}"
+        return f"{passes} in steps of at most {config.mini_batch_tokens:,} tokens"
+    made, limit = in_iterations(config, num_rows).iterations, "at most " if at_most else ""
+    more = math.floor(made * config.rollout_batch - num_read(config, num_rows))
+    filled = f", the last one filled up with {more} more rows" if more else ""
+    return f"{passes}: {limit}{made:,} iterations of {config.rollout_batch}{filled}"

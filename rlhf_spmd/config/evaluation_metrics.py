@@ -67,8 +67,7 @@ def best_row(rows: Sequence[Mapping[str, float]], metric: str, *, less: bool = F
 
 def _numbers(num_samples: int) -> list[int]:
     """Returns the k of pass@k: powers of two up to the number of samples, and that number."""
-    powers = [2**exponent for exponent in range(num_samples.bit_length()) if 2**exponent < num_samples]
-    return [*powers, num_samples]
+    return sorted({num_samples, *(2**exponent for exponent in range((num_samples - 1).bit_length()))})
 
 
 def _mean(values: Sequence[float]) -> float:

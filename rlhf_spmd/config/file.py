@@ -19,14 +19,13 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import is_file, read_bytes
 from rlhf_spmd.pages.option_tree import Setting
-from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS, TEMPLATE_KWARGS, check_length, is_given
+from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS, TEMPLATE_KWARGS
 
 # Keys that name what options with dashes name on the command line.
 WORDS = ("preset", "algorithm", "model", "strategy", "layout", "cluster", "calibration", "runs", "name")
 STRATEGY_NAME = "strategy.name"  # the strategy, where `strategy` is a mapping with its options
 FUNCTIONS = ("reward_function", "eval.reward_function", "environment")
 CONFIG, PAGE = "config.json", "algorithm.py"  # of a run folder: the first names the second by its title
-TAG = "tag:yaml.org,2002:"  # of YAML's own types
 DEEPEST_LEVEL = 20  # of values in values, of a file of another program
 
 
@@ -48,63 +47,51 @@ class ConfigFile:
     @property
     def code(self) -> dict[str, str]:
         """What a file of a run names that is code and comes with the run: word or option -> its text."""
-        algorithm = self.page or self.words.get("algorithm", "")
-        found = {"algorithm": algorithm} | {"strategy": self.words.get("strategy", "")}
-        found = {word: text for word, text in found.items() if text.endswith(".py")}
-        for one in self.settings:
-            functions = foreign_functions(one.value or "") if isinstance(one.value, str | None) else one.value
-            found |= {one.key: ",".join(functions)} if one.key in FUNCTIONS and functions else {}
+        named = {"algorithm": self.page or self.words.get("algorithm", ""), "strategy": self.words.get("strategy", "")}
+        found = {word: text for word, text in named.items() if text.endswith(".py")}
+        for setting in self.settings if self.of_run else ():
+            texts = [setting.value] if isinstance(setting.value, str) else setting.value or []
+            if setting.key in FUNCTIONS and (functions := foreign_functions(*texts)):
+                found[setting.key] = ",".join(functions)
         return found if self.of_run else {}
 
     def without(self, leaves_out: Callable[[str], bool]) -> "ConfigFile":
         """Returns a copy without the options whose keys are left out."""
-        return replace(self, settings=tuple(one for one in self.settings if not leaves_out(one.key)))
+        kept = [setting for setting in self.settings if not leaves_out(setting.key)]
+        return replace(self, settings=tuple(kept))
 
     @property
     def given(self) -> list[Setting]:
-        """Its settings, without those that follow from others. Raises UserError if two say how long a run is."""
-        values = {one.key: one.value for one in self.settings}
-        try:
-            check_length({} if Path(self.path).name == CONFIG else values)  # a run folder's has what follows, too
-        except UserError as error:
-            raise UserError(f"{self.path}: {error}") from None
-        follows = is_given(values.get(EPOCHS))
-        return [one for one in self.settings if one.key != ITERATIONS or not follows]
+        """Its settings, without the number of iterations where that follows from data.epochs."""
+        has_epochs = any(setting.key == EPOCHS and str(setting.value).strip("0.") for setting in self.settings)
+        return [setting for setting in self.settings if setting.key != ITERATIONS or not has_epochs]
 
 
 def read_config_file(path: str) -> ConfigFile:
     """Reads a file. Raises UserError naming file and line."""
     if not path:
         raise UserError("--config is empty: give a file (a variable that is not set?)")
-    is_json = path.endswith(".json")
     settings: dict[str, Setting] = {}
     try:
         text = read_bytes(path).decode("utf-8-sig")
-        root = yaml.compose(to_text(json_value(text)) if is_json else text, Loader=yaml.SafeLoader)
-        if root is None:
-            raise UserError(f"{path} is empty: write options into it, such as `iterations: 3`")
+        root = yaml.compose(to_text(json_value(text)) if path.endswith(".json") else text, Loader=yaml.SafeLoader)
         if not isinstance(root, yaml.MappingNode):
-            raise UserError(f"{path} holds a {root.id}, not options: write lines such as `iterations: 3`")
-        for one in _settings(path if is_json else f"{path}, line {{}}", root, ""):
-            if one.key in settings:
-                first = settings[one.key].where.removeprefix(f"{path}, ").removesuffix(": ")
-                raise UserError(f"{one.where}{one.key} is already given in {first}; drop one")
-            settings[one.key] = one
+            raise UserError(f"{path} holds no options: write lines such as `iterations: 3`")
+        for setting in _settings(path, root, ""):
+            if setting.key in settings:
+                raise UserError(f"{setting.where}{setting.key} is given twice; drop one")
+            settings[setting.key] = setting
     except OSError as error:
-        where = f" (looked in {Path.cwd()})" if isinstance(error, FileNotFoundError) else ""
-        raise UserError(f"--config {path} can't be read: {error.strerror or error}{where}; give a file") from None
-    except yaml.YAMLError as error:
-        raise UserError(_problem(path, error)) from None
-    except RecursionError:
-        raise UserError(f"{path} is nested too deep: an option has at most one group around it") from None
-    except ValueError as error:  # of UTF-8 or JSON
-        raise UserError(f"{path} can't be read as {'JSON' if is_json else 'UTF-8'}: {error}; save it anew") from None
+        raise UserError(f"--config {path} can't be read: {error.strerror or error}; give a file") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"{path} is not a file of options: {problem}; write `key: value`, in UTF-8") from None
     words = {name: settings.pop(name) for name in WORDS if name in settings}
-    for one in words.values():
-        if one.value is not None and not (one.value and isinstance(one.value, str)):
-            raise UserError(f"{one.where}{one.key} must be one text, e.g. {one.key}: NAME")
+    for setting in words.values():
+        if isinstance(setting.value, list) or setting.value == "":
+            raise UserError(f"{setting.where}{setting.key} must be one text, e.g. {setting.key}: NAME")
     page, of_run = Path(path).with_name(PAGE), Path(path).name == CONFIG
-    given = {name: str(one.value) for name, one in words.items() if one.value}
+    given = {name: str(setting.value) for name, setting in words.items() if setting.value}
     return ConfigFile(path, given, tuple(settings.values()), str(page) if of_run and is_file(page) else None, of_run)
 
 
@@ -129,72 +116,39 @@ def yaml_texts(text: str, path: str) -> Any:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 
 
-def _problem(path: str, error: yaml.YAMLError) -> str:
-    """Returns a message for a file that is not YAML."""
-    mark = getattr(error, "problem_mark", None)
-    where = f"{path}, line {mark.line + 1}" if mark else path
-    problem = getattr(error, "problem", None) or " ".join(str(error).split())
-    return f"{where}: not valid YAML ({problem}): write `key: value`, with spaces before it and quotes around odd texts"
-
-
-def _settings(place: str, node: yaml.MappingNode, prefix: str) -> Iterator[Setting]:
-    """Yields the options of a mapping, by dotted keys.
-
-    place: of a key, with {} for its line.
-    """
-    keys: dict[str, int] = {}
+def _settings(path: str, node: yaml.MappingNode, prefix: str) -> Iterator[Setting]:
+    """Yields the options of a mapping, by dotted keys. Scalars and the items of lists are texts; null is None."""
     for key_node, value in node.value:
-        line = key_node.start_mark.line + 1
-        where = f"{place.format(line)}: "
-        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == f"{TAG}merge":
-            raise UserError(f"{where}a {key_node.tag.removeprefix(TAG)} is not the name of an option: write it out")
-        key = prefix + key_node.value
-        if key in keys:
-            raise UserError(f"{where}{key} is already given in line {keys[key]}; drop one")
-        keys[key] = line
-        if not isinstance(value, yaml.MappingNode):
-            yield Setting("strategy" if key == STRATEGY_NAME else key, _value(f"{where}{key}", value), where, WORDS)
-        elif key == TEMPLATE_KWARGS:
-            kwargs = _Loader("").construct_document(value)
-            yield Setting(key, json.dumps(kwargs, default=str), where, WORDS)
-        else:
-            yield from _settings(place, value, f"{key}.")
-
-
-def _value(what: str, node: yaml.Node) -> str | list[str] | None:
-    """Returns the text of a scalar, None for null, or the texts of a list.
-
-    what: the option and its place, for messages.
-    """
-    if not node.tag.startswith(TAG):
-        raise UserError(f"{what} has the tag {node.tag}, which is not read: write the value alone")
-    if isinstance(node, yaml.ScalarNode):
-        return None if node.tag == f"{TAG}null" else str(node.value)
-    items = [item.value for item in node.value]
-    if not all(isinstance(item, str) for item in items):
-        raise UserError(f"{what} has a list of something else than texts and numbers: write [a, b]")
-    return items
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads values as YAML means them, but names as texts: `on` names something else than `true`."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        return {str(key.value): self.construct_object(value, deep=True) for key, value in node.value}
+        key, where = f"{prefix}{key_node.value}", f"{path}, line {key_node.start_mark.line + 1}: "
+        if isinstance(value, yaml.MappingNode) and key != TEMPLATE_KWARGS:
+            yield from _settings(path, value, f"{key}.")
+            continue
+        text = value.value
+        if isinstance(value, yaml.MappingNode):
+            for name, _ in value.value:
+                name.tag = "tag:yaml.org,2002:str"  # `on` is a name, and not `true`
+            text = json.dumps(yaml.SafeLoader("").construct_document(value), default=str)
+        elif isinstance(value, yaml.SequenceNode):
+            text = [item.value for item in value.value]
+            if not all(isinstance(item, str) for item in text):
+                raise UserError(f"{where}{key} has a list of something else than texts and numbers: write [a, b]")
+        elif value.tag.endswith(":null"):
+            text = None
+        yield Setting("strategy" if key == STRATEGY_NAME else key, text, where, WORDS)
 
 
 class _Dumper(yaml.SafeDumper):
     """Writes lists in one line, and texts with line breaks and the like between double quotes."""
 
     def represent_list(self, data: list[Any]) -> yaml.Node:
-        return self.represent_sequence(f"{TAG}seq", data, flow_style=True)
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 
     def represent_str(self, data: str) -> yaml.Node:
-        return self.represent_scalar(f"{TAG}str", data, style=None if data.isprintable() else '"')
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
 
 
-_Dumper.add_representer(list, _Dumper.represent_list)
 _Dumper.add_representer(str, _Dumper.represent_str)
+_Dumper.add_representer(list, _Dumper.represent_list)
 
 
 def to_text(values: Mapping[str, Any]) -> str:

@@ -23,21 +23,16 @@ def read_forecast_episodes(text: str, drawn: float, length: float) -> Answers:
     """
     if not text:
         return Answers(DEFAULT.turns, length - drawn, DEFAULT.mean_s, DEFAULT.p95_s)
-    found = _of_run(text) if is_folder(text) else _of_numbers(text)
-    if found is None:
+    answers = _of_run(text) if is_folder(text) else _of_numbers(text)
+    problem = answers.problem if answers else "it is neither TURNS,TOKENS,MEAN_S,P95_S nor the folder of a run"
+    if answers and answers.tokens >= length:
+        problem = f"answers of {answers.tokens:g} tokens have no room in an episode of {length:g}"
+    if answers is None or problem:
         raise UserError(
-            f"forecast_episodes={text} is neither TURNS,TOKENS,MEAN_S,P95_S nor the folder of a run: give at least 1 "
-            "turn, the tokens of an episode's answers, and the mean and the 95th percentile of the seconds of an "
-            "answer, e.g. 4,200,0.5,1.5"
+            f"forecast_episodes={text}: {problem}; give at least 1 turn, the tokens of an episode's answers, and the "
+            "mean and the 95th percentile of the seconds of an answer, e.g. 4,200,0.5,1.5"
         )
-    if found.tokens >= length:
-        raise UserError(
-            f"forecast_episodes={text}: answers of {found.tokens:g} tokens have no room in an episode of {length:g} "
-            "(forecast_lengths, episode.max_row_tokens); give fewer, or longer episodes"
-        )
-    if found.problem:
-        raise UserError(f"forecast_episodes={text}: {found.problem}; give TURNS,TOKENS,MEAN_S,P95_S with such a P95_S")
-    return found
+    return answers
 
 
 def _of_numbers(text: str) -> Answers | None:

@@ -91,18 +91,14 @@ def _text(value: object) -> str:
 def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:
     """Returns the shape of a role with adapters. Raises UserError for a rank that is larger than a side of a layer."""
     shape = replace(shape, adapters=adapters)
-    sides = {  # of each factor the least
-        weight.name: min(weight.rows, weight.columns)
-        for weight in trained_weights_of(shape)
-        if weight.name.endswith((A, B))
-    }
-    factor, least = min(sides.items(), key=lambda item: item[1], default=("", adapters.rank))
-    name = factor.rpartition(".")[0].rpartition(".")[2]
-    if least < adapters.rank:
-        raise UserError(
-            f"lora.{role}.rank={adapters.rank}: {name} of the {role} has a side of {least}, which its rank "
-            f"can't exceed; lower the rank to {least}, or leave {name} out of lora.{role}.targets"
-        )
+    factors = [weight for weight in trained_weights_of(shape) if weight.name.endswith((A, B))]
+    for weight in sorted(factors, key=lambda weight: min(weight.rows, weight.columns))[:1]:
+        least, layer = min(weight.rows, weight.columns), weight.name.split(".")[-2]
+        if least < adapters.rank:
+            raise UserError(
+                f"lora.{role}.rank={adapters.rank}: {layer} of the {role} has a side of {least}, which its rank can't "
+                f"exceed; lower the rank to {least}, or leave {layer} out of lora.{role}.targets"
+            )
     return shape
 
 
@@ -118,17 +114,14 @@ def bases(
     folders: of the roles; empty without one, and then models that start from the same role have the same weights.
     same_model: whether two folders hold equal copies.
     """
-    if not any(shape is not None and shape.adapters is not None for shape in shapes.values()):
-        return {}
-    found: dict[tuple[ModelShape, str], list[str]] = {}
+    with_adapters = {role for role, shape in shapes.items() if shape is not None and shape.adapters is not None}
+    groups: dict[tuple[ModelShape, str], list[str]] = {}
     known: list[str] = []  # a folder for each base
     for role, shape in shapes.items():
-        if shape is not None and (shape.adapters is not None or roles[role].lr is None):
-            first = next((one for one in roles[role].starts_from if one in shapes), role)
-            source = first
-            if given := folders[role]:
-                source = next((one for one in known if same_model(one, given)), given)
-                known += [source] * (source not in known)
-            found.setdefault((replace(shape, adapters=None, scalar_head=False), source), []).append(role)
-    with_adapters = {role for role, shape in shapes.items() if shape is not None and shape.adapters is not None}
-    return {role: some[0] for some in found.values() if with_adapters.intersection(some) for role in some}
+        if with_adapters and shape is not None and (role in with_adapters or roles[role].lr is None):
+            source = next((other for other in roles[role].starts_from if other in shapes), role)
+            if folder := folders[role]:
+                source = next((other for other in known if same_model(other, folder)), folder)
+                known.append(source)
+            groups.setdefault((replace(shape, adapters=None, scalar_head=False), source), []).append(role)
+    return {role: group[0] for group in groups.values() if with_adapters & set(group) for role in group}

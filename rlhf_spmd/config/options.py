@@ -31,7 +31,7 @@ from rlhf_spmd.pages.option_tree import (
     with_settings,
     with_value,
 )
-from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS, check_length
+from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS
 from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.workflow import NOTHING_REPEATED, Workflow
 from rlhf_spmd.plan.workload import HOST_BYTES, SHAPES, Answers, ModelShape, Workload
@@ -349,10 +349,11 @@ def function_names(config: Config) -> list[str]:
 
 
 def overridden(config: Config, overrides: Iterable[str], given: Sequence[Setting] = ()) -> Config:
-    """Returns the config with the settings of a file, then with dotted overrides, of which only those of the length are
-    checked against each other. Raises UserError."""
+    """Returns the config with the settings of a file, then with dotted overrides. Raises UserError."""
     words = settings_of(overrides)
-    check_length({one.key: one.value for one in words})
+    given_words = {setting.key: str(setting.value) for setting in words}
+    if ITERATIONS in given_words and given_words.get(EPOCHS, "").strip("0."):
+        raise UserError(f"{ITERATIONS} and {EPOCHS} both say how long the run is: give one of them")
     return with_settings(config, [*given, *words], _assigned)
 
 

@@ -3,8 +3,8 @@
 Imports neither torch nor MPI, so that `check` starts at once.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.adapters.uniform import base_folder
 from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
-from rlhf_spmd.pages.option_suggestions import did_you_mean
+from rlhf_spmd.pages.option_suggestions import check_known
 from rlhf_spmd.pages.option_tree import keys_of, settings_of
 from rlhf_spmd.plan.workload import SHAPES
 
@@ -61,48 +61,41 @@ def tiny(algorithm: Algorithm) -> Config:
 
 
 def arithmetic(algorithm: Algorithm) -> Config:
-    """Sums of two numbers of two digits, with an actor of about a million parameters that often forgets to carry, all
-    in the package. Reward and evaluation: is the answer right?"""
-    rates = {name: 3e-4 for name, role in algorithm.roles.items() if role.lr is not None}
-    return Config(
-        preset="arithmetic",
-        algorithm=algorithm,
-        options=_options(algorithm),
-        models={next(iter(algorithm.roles)): str(embedded.path_of("arithmetic/actor"))},
-        iterations=25,
-        products="linear",
-        rollout_batch=512,
-        mini_batch=256,
-        micro_batch=64,
-        reward_function="rlhf_spmd.rewards:exact_answer",
-        data=DataOptions(prompts=str(embedded.path_of("arithmetic/prompts.jsonl")), max_prompt=8),
-        generation=Generation(max_new_tokens=4),
-        optimizer=_optimizer(rates),
-        eval=Evaluation(prompts=str(embedded.path_of("arithmetic/held_out.jsonl")), every=5),
-    )
+    """Returns sums of two numbers of two digits, with an actor of about a million parameters that often forgets to
+    carry, all in the package."""
+    config = _of_answers("arithmetic", algorithm, max_prompt=8, max_new_tokens=4)
+    return replace(config, iterations=25, rollout_batch=512, mini_batch=256, micro_batch=64)
 
 
 def tools(algorithm: Algorithm) -> Config:
     """Returns questions whose numbers only a tool can look up, with an actor of about a million parameters that often
-    guesses, all in the package. Reward and evaluation: is what it says in the end the answer?"""
-    rates = {name: 3e-4 for name, role in algorithm.roles.items() if role.lr is not None}
-    return Config(
-        preset="tools",
-        algorithm=algorithm,
-        options=_options(algorithm),
-        models={next(iter(algorithm.roles)): str(embedded.path_of("tools/actor"))},
+    guesses, all in the package."""
+    config = _of_answers("tools", algorithm, max_prompt=16, max_new_tokens=64)
+    return replace(
+        config,
         iterations=20,
-        products="linear",
         rollout_batch=256,
         mini_batch=128,
         micro_batch=32,
-        reward_function="rlhf_spmd.rewards:exact_answer",
         environment="rlhf_spmd.embedded.table_tools:Table",
-        data=DataOptions(prompts=str(embedded.path_of("tools/prompts.jsonl")), max_prompt=16),
-        generation=Generation(max_new_tokens=64),
         episode=Episode(max_row_tokens=112, max_turns=6),
+        eval=replace(config.eval, temperature=1.0),
+    )
+
+
+def _of_answers(name: str, algorithm: Algorithm, *, max_prompt: int, max_new_tokens: int) -> Config:
+    """Returns an embedded set of questions. Reward and evaluation: is what the actor says in the end the answer?"""
+    rates = {role: 3e-4 for role, about in algorithm.roles.items() if about.lr is not None}
+    return Config(
+        preset=name,
+        algorithm=algorithm,
+        models={next(iter(algorithm.roles)): str(embedded.path_of(f"{name}/actor"))},
+        products="linear",
+        reward_function="rlhf_spmd.rewards:exact_answer",
+        data=DataOptions(prompts=str(embedded.path_of(f"{name}/prompts.jsonl")), max_prompt=max_prompt),
+        generation=Generation(max_new_tokens=max_new_tokens),
         optimizer=_optimizer(rates),
-        eval=Evaluation(prompts=str(embedded.path_of("tools/held_out.jsonl")), every=5, temperature=1.0),
+        eval=Evaluation(prompts=str(embedded.path_of(f"{name}/held_out.jsonl")), every=5),
     )
 
 
@@ -179,9 +172,7 @@ def _with_samples(config: Config) -> Config:
     """Keeps the preset's number of sequences: as many responses to a prompt as the algorithm needs, to fewer
     prompts."""
     samples = config.algorithm.samples
-    return dataclasses.replace(
-        config, samples_per_prompt=samples, rollout_batch=max(1, config.rollout_batch // samples)
-    )
+    return replace(config, samples_per_prompt=samples, rollout_batch=max(1, config.rollout_batch // samples))
 
 
 ALGORITHMS = {"arithmetic": "grpo", "tools": "grpo"}  # of presets that are not for PPO, unless another one is named
@@ -216,8 +207,7 @@ def load(
         file = file.without(f"models.{next(iter(loaded.roles))}".__eq__)
     model = model or file.words.get("model")
     preset = named or ("model" if model else "tiny")
-    if preset not in PRESETS:
-        raise UserError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}")
+    check_known("preset", preset, PRESETS)
     overrides = [*overrides]
     words = settings_of(overrides)
     if preset == "model":
@@ -228,21 +218,21 @@ def load(
     config = before = _with_samples(before)
     if model:
         judges = {role: folder for role, folder in config.models.items() if loaded.roles[role].judge}
-        config = dataclasses.replace(config, models=judges | {config.main_role: model})
+        config = replace(config, models=judges | {config.main_role: model})
     config = overridden(config, overrides, file.given)
     config = _with_adapter_rates(config, {one.key for one in (*file.given, *words)})
     if loaded.responses and config.data.prompts != before.data.prompts and config.eval.prompts == before.eval.prompts:
-        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, prompts=""))  # of other rows
+        config = replace(config, eval=replace(config.eval, prompts=""))  # of other rows
     if before.eval.prompts and not config.eval.prompts:  # the other options of the preset's evaluation go with it
-        kept = {part.name: getattr(config.eval, part.name) for part in dataclasses.fields(Evaluation)}
-        kept = {name: value for name, value in kept.items() if value != getattr(before.eval, name)}
-        config = dataclasses.replace(config, eval=Evaluation(**kept))
+        values = {part.name: getattr(config.eval, part.name) for part in fields(Evaluation)}
+        kept = {name: value for name, value in values.items() if value != getattr(before.eval, name)}
+        config = replace(config, eval=Evaluation(**kept))
     if config.main_folder:  # the shape of a checkpoint replaces the preset's
         if config.shape not in (before.shape, ""):
             raise UserError(f"shape={config.shape}: {config.main_folder} has a shape of its own; drop one of the two")
-        config = dataclasses.replace(config, shape="")
+        config = replace(config, shape="")
     elif config.shape:
-        config = dataclasses.replace(config, shape=_shapes(config, before.shape))
+        config = replace(config, shape=_shapes(config, before.shape))
     check_options(config)
     return config
 
@@ -256,7 +246,7 @@ def _with_adapter_rates(config: Config, given: set[str]) -> Config:
         role: _ten_times(rate) if config.adapters(role) and f"optimizer.{role}{LR}" not in given else rate
         for role, rate in config.optimizer.lr.items()
     }
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=rates))
+    return replace(config, optimizer=replace(config.optimizer, lr=rates))
 
 
 def _ten_times(rate: float) -> float:

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.option_suggestions import did_you_mean
+from rlhf_spmd.pages.option_suggestions import check_known
 from rlhf_spmd.plan.workflow import Role
 from rlhf_spmd.plan.workload import SHAPES
 
@@ -12,19 +12,14 @@ from rlhf_spmd.plan.workload import SHAPES
 def named_shapes(text: str, roles: Mapping[str, Role]) -> dict[str, str]:
     """Returns the shapes that the option gives by role; empty if it gives one for all. Raises UserError for unknown
     names."""
-    found: dict[str, str] = {}
-    for part in text.split(",") if "=" in text or "," in text else []:
-        role, equals, shape = (word.strip() for word in part.partition("="))
-        if not equals:
-            raise UserError(f"shape={text}: {part!r} is not ROLE=SHAPE, e.g. shape=actor=llama-70b,critic=llama-7b")
-        if role not in roles:
-            raise UserError(f"shape={text}: there is no {role!r}{did_you_mean(role, roles)}; known: {', '.join(roles)}")
-        if role in found:
-            raise UserError(f"shape={text}: {role} is given twice; drop one of the two")
-        found[role] = shape
+    parts = [part.partition("=") for part in text.split(",")] if "=" in text or "," in text else []
+    if any(not equals for _, equals, _ in parts):
+        raise UserError(f"shape={text} is not ROLE=SHAPE, e.g. shape=actor=llama-70b,critic=llama-7b")
+    found = {role.strip(): shape.strip() for role, _, shape in parts}
+    for role in found:
+        check_known("role in the option shape", role, roles)
     for shape in found.values() or filter(None, [text]):
-        if shape not in SHAPES:
-            raise UserError(f"unknown shape {shape!r}{did_you_mean(shape, SHAPES)}; known: {', '.join(SHAPES)}")
+        check_known("shape", shape, SHAPES)
     return found
 
 

@@ -71,30 +71,21 @@ class Stream(io.TextIOWrapper):
 
 
 def prepare(*, is_work: bool, speaks: bool = True) -> None:
-    """Replaces sys.stdout and sys.stderr. Call it first.
+    """Replaces sys.stdout and sys.stderr, unless they are closed. Call it first.
 
     is_work: what is printed is the work of this process, so an output that can't be written ends it: with
     BrokenPipeError if the reader has left, else UserError. Otherwise it goes on without, and says so once if it speaks.
     """
-    is_closed = sys.stdout is None
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # its number would be given to the next file, which would get what is printed
-            number = os.open(os.devnull, os.O_RDWR)
-            setattr(sys, f"__{name}__", os.fdopen(number, mode, encoding="utf-8"))
-            setattr(sys, name, getattr(sys, f"__{name}__"))
-    sys.stdout, sys.stderr = _stream(sys.stdout), _stream(sys.stderr)
-    sys.stdout.is_work, sys.stdout.speaks = is_work, speaks
-    if is_closed and speaks and not is_work:
-        _go_on_without("it is closed")
-
-
-def _stream(before: TextIO) -> Stream:
-    is_line, at_once = before is sys.stderr or before.isatty(), getattr(before, "write_through", False)
-    raw = io.FileIO(before.fileno(), "w", closefd=False)
-    buffer = raw if at_once else io.BufferedWriter(raw)
-    stream = Stream(buffer, before.encoding, "backslashreplace", None, is_line, at_once)
-    stream.wrote_s = time.monotonic()
-    return stream
+    for name in ("stdout", "stderr"):
+        before: TextIO | None = getattr(sys, name)
+        if before is not None:
+            is_line, at_once = name == "stderr" or before.isatty(), getattr(before, "write_through", False)
+            raw = io.FileIO(before.fileno(), "w", closefd=False)
+            buffer = raw if at_once else io.BufferedWriter(raw)
+            stream = Stream(buffer, before.encoding, "backslashreplace", None, is_line, at_once)
+            stream.wrote_s = time.monotonic()
+            stream.is_work, stream.speaks = is_work and name == "stdout", speaks
+            setattr(sys, name, stream)
 
 
 def _go_on_without(reason: object) -> None:

@@ -1,27 +1,22 @@
-"""Reads and writes a calibration, the measured constants of a machine (plan/cost/calibration.py), as a JSON file."""
+"""Reads and writes a calibration, the measured constants of a machine (plan/cost/calibration.py), as a JSON file; finds
+that of a cluster, and the share of its devices' memory that is reserved."""
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import is_file, read_bytes
-from rlhf_spmd.pages.option_suggestions import did_you_mean
+from rlhf_spmd.pages.option_suggestions import check_known
+from rlhf_spmd.plan.cluster import RESERVE, Cluster
 from rlhf_spmd.plan.cost.calibration import HOST_LINK, SOURCES, VERSION, Calibration, Device, Link, Machine
 
-MAY_BE_ZERO = (
-    "seconds",
-    "layer_s",
-    "decode_layer_s",
-    "decode_reduce_s",
-    "graph_layer_s",
-    "latency_s",
-)  # all other numbers must be positive
+CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
 
 
 class _CalibrationFile(BaseModel):
@@ -55,20 +50,16 @@ def load_calibration(name: str) -> Calibration:
     error."""
     machine, plus, network = name.rpartition("+")
     if plus and (network in NETWORKS or not name.endswith(".json")):
-        if network not in NETWORKS:
-            hint = did_you_mean(network, NETWORKS)
-            raise UserError(f"calibration {name!r}: unknown network {network!r}{hint}; known: {', '.join(NETWORKS)}")
+        check_known(f"network of the calibration {name!r}", network, NETWORKS)
         found = load_calibration(machine)
         sources = dict(found.sources) | {f"between.{one}": "data sheet" for one in ("bytes_per_s", "latency_s")}
         return replace(found, name=f"{found.name}+{network}", between=NETWORKS[network], sources=sources)
     if "," in name and not is_file(name):
-        return joined([load_calibration(one) for one in name.split(",")])
+        return joined([load_calibration(part) for part in name.split(",")])
     if name.endswith(".json"):
         return read_calibration(name)
     known = sorted(path.stem for path in SHIPPED.glob("*.json"))
-    if name not in known:
-        hint = did_you_mean(name, known)
-        raise UserError(f"unknown calibration {name!r}{hint}; known: {', '.join(known)}, or give a file mine.json")
+    check_known("calibration", name, known, ", or give a file mine.json")
     return read_calibration(str(SHIPPED / f"{name}.json"))
 
 
@@ -79,17 +70,16 @@ def joined(parts: Sequence[Calibration]) -> Calibration:
     devices: dict[str, Device] = {}
     for part in parts:
         if twice := devices.keys() & part.devices.keys():
-            names = ", ".join(one.name for one in parts)
-            raise UserError(f"calibrations {names}: two of them know {min(twice)}; name one for each type of device")
+            raise UserError(f"two of the calibrations know {min(twice)}; name one for each type of device")
         devices |= part.devices
-    told = [(name, source) for part in parts for name, source in part.sources.items()]
-    told.sort(key=lambda pair: SOURCES.index(pair[1]))  # of two for one name, the later counts
+    sources = [(name, source) for part in parts for name, source in part.sources.items()]
+    sources.sort(key=lambda pair: SOURCES.index(pair[1]))  # of two for one name, the later counts
     return Calibration(
         name=",".join(part.name for part in parts),
         devices=devices,
         provenance=" ".join(f"{part.name}: {part.provenance}" for part in parts),
         pipelined_prefill=all(part.pipelined_prefill for part in parts),
-        sources=dict(told),
+        sources=dict(sources),
         inside=_slowest([part.inside for part in parts]),
         between=_slowest([part.between for part in parts]),
         host=_slowest([part.host for part in parts]),
@@ -104,43 +94,15 @@ def read_calibration(path: str) -> Calibration:
     """Returns the calibration in a file. Raises UserError naming the file and the error in it."""
     try:
         content = json_value(read_bytes(path))
-    except OSError as error:
-        raise UserError(f"calibration {path} cannot be read ({error.strerror}); give a .json file") from None
-    except ValueError as error:
-        raise UserError(f"calibration {path} is not JSON: {error}") from None
-    version = content.get("version") if isinstance(content, dict) else None
-    if isinstance(version, int) and version != VERSION:
-        raise UserError(f"calibration {path} has version {version}, this program reads {VERSION}; measure it again")
-    try:
+        version = content.get("version") if isinstance(content, dict) else None
+        if isinstance(version, int) and version != VERSION:
+            raise UserError(f"it has version {version}, this program reads {VERSION}; measure it again")
         file = _CalibrationFile.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "it"
-        raise UserError(
-            f"calibration {path}: {where}: {first['msg']}; see rlhf_spmd/machines/calibration_file.py"
-        ) from None
-    except UserError as error:  # of a table
-        raise UserError(f"calibration {path}: {error}") from None
-    parts = {name: getattr(file, name) for name in _CalibrationFile.model_fields if name != "version"}
-    try:
-        found = Calibration(name=Path(path).stem, **parts)
-    except UserError as error:  # of its sources
-        raise UserError(f"calibration {path}: {error}") from None
-    if wrong := next(_wrong_numbers(asdict(found)), None):
-        raise UserError(f"calibration {path}: {wrong}; see rlhf_spmd/machines/calibration_file.py")
-    return found
-
-
-def _wrong_numbers(value: object, where: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yields a message for each number that is too small, with its place in the file. Shapes may have zeros."""
-    if isinstance(value, dict | list | tuple):
-        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
-            if name != "shape":
-                yield from _wrong_numbers(part, (*where, str(name)))
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        zero = not {*where[-2:]}.isdisjoint(MAY_BE_ZERO)  # a number in a list has the name before its place
-        if not (value >= 0 if zero else value > 0):
-            yield f"{'.'.join(where)}: {value} should be {'at least' if zero else 'greater than'} 0"
+        parts = {name: getattr(file, name) for name in _CalibrationFile.model_fields if name != "version"}
+        return Calibration(name=Path(path).stem, **parts)
+    except (OSError, ValueError, UserError) as error:  # of JSON, of the fields, of what they mean
+        why = " ".join(str(error).split())
+        raise UserError(f"calibration {path}: {why}; see rlhf_spmd/machines/calibration_file.py") from None
 
 
 def write_calibration(calibration: Calibration, path: str) -> None:
@@ -156,3 +118,31 @@ def write_calibration(calibration: Calibration, path: str) -> None:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"calibration {path} cannot be written ({error.strerror}); name another file") from None
+
+
+def calibration_for(name: str | None, cluster: Cluster, *, required: bool = False) -> Calibration | None:
+    """Returns the named calibration, else those of this program that are shipped for the cluster's types of device,
+    joined; None if one is missing, unless it is required. Raises UserError, also if the calibration lacks a device
+    type."""
+    if name is None:
+        names = {one: CPU_CALIBRATION if one == "cpu" else f"{one}-derived" for one in cluster.device_types}
+        missing = [device for device, one in names.items() if not (SHIPPED / f"{one}.json").is_file()]
+        if missing and required:
+            raise UserError(f"no calibration of {', '.join(missing)} is shipped; give --calibration FILE.json")
+        if missing:
+            return None
+        name = ",".join(names.values())
+    found = load_calibration(name)
+    for device in cluster.device_types:
+        found.require(device)
+    return found
+
+
+def with_reserve(cluster: Cluster, share: float | None, calibration: Calibration | None) -> Cluster:
+    """Returns the cluster with a share of each device's memory reserved. share: the option; None: what the calibration
+    says of the type of device, and at least RESERVE."""
+    known, shares = calibration.devices if calibration else {}, dict.fromkeys(cluster.device_types, RESERVE)
+    for name, device in known.items():
+        if name in shares:
+            shares[name] = max(RESERVE, device.reserve or 0.0)
+    return cluster.reserving(shares if share is None else dict.fromkeys(shares, share))

@@ -16,10 +16,11 @@ memory_gib = 48          # optional; without it no limit is known
 import tomllib
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import read_bytes
+from rlhf_spmd.pages.option_suggestions import check_known
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, MAX_DEVICES, Cluster, Node
 
 
@@ -46,26 +47,15 @@ def read_cluster(path: str) -> Cluster:
     """Returns the cluster that a file describes. Raises UserError naming the file and the error in it."""
     try:
         file = _ClusterFile.model_validate(tomllib.loads(read_bytes(path).decode()))
-    except OSError as error:
-        raise UserError(f"cluster file {path} cannot be read ({error.strerror}); give a .toml file") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "it"
-        raise UserError(
-            f"cluster file {path}: {where}: {first['msg']}; see rlhf_spmd/machines/cluster_file.py"
-        ) from None
-    except ValueError as error:  # of TOML, of UTF-8, or a NUL in the path
-        raise UserError(f"cluster file {path} is not TOML: {error}") from None
-    known = sorted(DEVICE_BYTES.keys() | file.types.keys())
+    except (OSError, ValueError) as error:  # of TOML, of UTF-8, of the fields, or a NUL in the path
+        why = " ".join(str(error).split())
+        raise UserError(f"cluster file {path}: {why}; see rlhf_spmd/machines/cluster_file.py") from None
+    known = {name: about.memory_gib and int(about.memory_gib * 2**30) for name, about in file.types.items()}
     nodes: list[Node] = []
     for kind in file.nodes:
-        if kind.device not in known:
-            raise UserError(
-                f"cluster file {path}: unknown device type {kind.device!r}; known: {', '.join(known)}, or describe it "
-                f"in [types.{kind.device}]"
-            )
-        own = file.types.get(kind.device)
-        memory = int(own.memory_gib * 2**30) if own and own.memory_gib else DEVICE_BYTES.get(kind.device)
+        more = f", or describe it in [types.{kind.device}]"
+        check_known(f"device type in {path}", kind.device, DEVICE_BYTES | known, more)
+        memory = known.get(kind.device) or DEVICE_BYTES.get(kind.device)
         if kind.count * kind.devices > MAX_DEVICES:
             raise UserError(f"cluster file {path} has too many devices; at most {MAX_DEVICES:,} can be planned for")
         nodes += [Node(kind.devices, kind.device, memory)] * kind.count
@@ -77,8 +67,7 @@ def on_machines(cluster: Cluster, machines: tuple[int, ...], path: str) -> Clust
     machine (a machine may represent several nodes). machines: of every rank. Raises UserError otherwise."""
     if cluster.num_devices != len(machines):
         raise UserError(
-            f"cluster file {path} has {cluster.num_devices} devices, but this world has {len(machines)} ranks; start "
-            "one rank per device, or describe this cluster"
+            f"cluster file {path} has {cluster.num_devices} devices for {len(machines)} ranks; start as many"
         )
     for rank in cluster.ranks[1:]:
         if cluster.node_of(rank) == cluster.node_of(rank - 1) and machines[rank] != machines[rank - 1]:

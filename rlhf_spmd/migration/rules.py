@@ -9,16 +9,14 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
-from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.data_files import KNOWN, files_of
 from rlhf_spmd.migration.sources import Source, Value, text_of
 from rlhf_spmd.pages.algorithm import Algorithm
 from rlhf_spmd.pages.other_names import Kind, Name, find
 
 FREE = re.compile(r"[\w.-]+")  # names of run folders
-NO_MODEL = re.compile(r"(?i)-a\d+(\.\d+)?b\b|mixtral|deepseek-v\d|[-_]vl\b|llava|internvl")
 BETWEEN = re.compile(r"[\s,'\"()\[\]]+")  # values of a list
 MOST = 1e9  # of a size
 DEVICES = 8  # of a node, where nothing says how many
@@ -77,6 +75,11 @@ class Job:
         return True
 
     @property
+    def layout(self) -> str:
+        """Nodes and devices of a node."""
+        return f"{self.nodes}x{max(1, self.devices // self.nodes)}"
+
+    @property
     def generates(self) -> bool:
         """Whether the algorithm learns from responses of its own."""
         return not self.page.responses
@@ -90,11 +93,6 @@ class Job:
     def devices(self) -> int:
         """How many devices it is for."""
         return self.size("processes", self.nodes * self.size("devices", DEVICES))
-
-    @property
-    def layout(self) -> str:
-        """Nodes and devices of a node."""
-        return f"{self.nodes}x{max(1, self.devices // self.nodes)}"
 
     @property
     def samples_per_prompt(self) -> int:
@@ -111,8 +109,7 @@ class Job:
         """Sequences of an optimizer step over all devices."""
         if self.source.program == "trl":
             return self.micro_batch * self.size("accumulation", 1) * self.devices
-        has_prompts = self.source.program == "verl"
-        return self.size("mini_batch") * (self.samples_per_prompt if has_prompts else 1)
+        return self.size("mini_batch") * (self.samples_per_prompt if self.source.program == "verl" else 1)
 
     @property
     def rollout_batch(self) -> int:
@@ -168,7 +165,10 @@ def options_of(job: Job, key: str, value: Value) -> Result:
     if name.rule:
         return RULES[name.rule](job, name, value)
     options = _values(job, name, keys[:1] if name.first else keys, value)
-    return options | {key.replace("*", algorithm): text for key, text in name.sets.items()}, ""
+    is_here = name.type == "path" and all(map(glob, text.split(",")))
+    return options | {
+        key.replace("*", algorithm): text for key, text in name.sets.items()
+    }, "" if is_here else name.later
 
 
 def has_option(page: Algorithm, key: str) -> bool:
@@ -190,7 +190,7 @@ def _values(job: Job, name: Name, keys: list[str], value: Value) -> Options:
         return {key: str(getattr(job, key.removeprefix("--"))) for key in keys}
     if name.values:
         return _of_table(job, name, keys, text)
-    if name.type in ("text", "mapping", "name"):
+    if name.type in ("text", "mapping", "name", "path"):
         return dict.fromkeys(keys, value if name.type == "mapping" else text)
     texts = [part for part in BETWEEN.split(text.replace("_", ",")) if part]
     numbers = [number_of(part, "it") for part in texts]
@@ -240,45 +240,29 @@ def _of_number(job: Job, name: Name, keys: list[str], number: float, text: str) 
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 
-def folder(job: Job, name: Name, value: Value) -> Result:
-    """Translates a model; one of the hub must be downloaded first."""
-    text = text_of(value)
-    if NO_MODEL.search(text):
-        raise Differs("unavailable", "a mixture of experts, or a model that sees images, is not built in")
-    return {name.ours[0]: text}, "" if Path(text).is_dir() else "give a folder: `hf download NAME --local-dir FOLDER`"
-
-
-def files(job: Job, name: Name, value: Value) -> Result:
-    """Translates files of prompts; data sets of the hub must be written to files first."""
-    texts = [text.strip() for text in re.split(r"[,'\"\[\]]+", text_of(value)) if text.strip()]
-    try:
-        are_here = all(path.is_file() for text in texts for path in files_of(text))
-    except UserError:
-        are_here = False
-    return {name.ours[0]: ",".join(texts)}, "" if are_here else f"give a file: {KNOWN}"
-
-
-def mixture(job: Job, name: Name, value: Value) -> Result:
-    """Translates several data sets with weights."""
-    sets = value.get("datasets") if isinstance(value, dict) else None
-    if not isinstance(sets, list) or not all(isinstance(one, dict) for one in sets):
-        raise Differs("unavailable", "it has no list of data sets")
-    ids = ",".join(text_of(one.get("id", "")) for one in sets)
-    weights = ",".join(text_of(one.get("weight", "1")) for one in sets)
-    return {"data.prompts": ids, "data.weights": weights}, "give files, one for each data set"
-
-
 def reward_function(job: Job, name: Name, value: Value) -> Result:
-    """Translates reward functions: of a file, of modules, or names that another program knows."""
+    """Translates reward functions: of a server, a file, modules, or names that another program knows."""
     text = text_of(value)
     if text.startswith("http"):
         return {"reward_function": "FILE.py:score"}, f"write `score = rlhf_spmd.rewards.remote({text!r})`"
     if text.endswith(".py"):
         function = job.text("function_name", FUNCTION_NAMES.get(job.source.program, "reward_func"))
         return {"reward_function": f"{text}:{function}"}, "" if Path(text).is_file() else "this file is not here"
-    if all("." in part for part in text.split(",")):  # of modules
-        return {"reward_function": re.sub(r"\.(\w+)(?=,|$)", r":\1", text)}, ""
-    return {"reward_function": re.sub("(^|,)", r"\1FILE.py:", text)}, "write these functions into a file"
+    modules = re.sub(r"\.(\w+)(?=,|$)", r":\1", text)
+    functions = [part if ":" in part else f"FILE.py:{part}" for part in modules.split(",")]
+    return {"reward_function": ",".join(functions)}, "write these functions into a file" * (
+        "FILE.py:" in ",".join(functions)
+    )
+
+
+def mixture(job: Job, name: Name, value: Value) -> Result:
+    """Translates several data sets with weights."""
+    sets = value.get("datasets") if isinstance(value, dict) else None
+    if not isinstance(sets, list) or not all(isinstance(entry, dict) for entry in sets):
+        raise Differs("unavailable", "it has no list of data sets")
+    ids = ",".join(text_of(entry.get("id", "")) for entry in sets)
+    weights = ",".join(text_of(entry.get("weight", "1")) for entry in sets)
+    return {"data.prompts": ids, "data.weights": weights}, "give files, one for each data set"
 
 
 def total_length(job: Job, name: Name, value: Value) -> Result:
@@ -291,5 +275,5 @@ def total_length(job: Job, name: Name, value: Value) -> Result:
 
 
 RULES: Mapping[str, Callable[[Job, Name, Value], Result]] = {
-    rule.__name__: rule for rule in (folder, files, mixture, reward_function, total_length)
+    rule.__name__: rule for rule in (mixture, reward_function, total_length)
 }

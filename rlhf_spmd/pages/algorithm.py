@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.functions import COMPANIONS, PageFunction, bound, check_call, words_of
-from rlhf_spmd.pages.user_module import calling, described, load_module, modules_in
+from rlhf_spmd.pages.user_module import calling, described, load_module, modules_in, named
 from rlhf_spmd.plan.runtime_words import PROMPTS, Shape
 from rlhf_spmd.plan.workflow import Compute, ComputeFunction, Data, Measure, Models, Role, Train, Workflow, trace
 
@@ -106,9 +106,7 @@ class Algorithm:
             shapes |= {self.assistant_tokens: "token"} if self.assistant_tokens else {}
             return trace(on_symbols, self.roles, shapes, replay=replay, episodes=episodes)
         except UserError as error:
-            raise UserError(f"algorithm {self.name}: " + str(error).removeprefix(f"algorithm {self.name}: ")) from error
-        except Exception as error:
-            raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
+            raise named(error, f"algorithm {self.name}: ") from error
 
     def function(self, name: str, module: str = "") -> PageFunction:
         """Finds the function that a call names, and its companions. Raises UserError if there is no such function.
@@ -118,19 +116,16 @@ class Algorithm:
         """
         if module and module not in FUNCTIONS:
             raise UserError(f"algorithm {self.name}: {module}.{name}: functions are in {', '.join(FUNCTIONS)}")
-        places = [importlib.import_module(f"rlhf_spmd.algorithms.{one}") for one in ([module] if module else FUNCTIONS)]
-        if not module:
-            places.insert(0, self.module)
-        place = next((place for place in places if callable(getattr(place, name, None))), None)
-        if place is None:
+        shared = [importlib.import_module(f"rlhf_spmd.algorithms.{place}") for place in FUNCTIONS]
+        places = [place for place in [self.module, *shared] if not module or place.__name__.endswith(f".{module}")]
+        function = next((getattr(place, name) for place in places if callable(getattr(place, name, None))), None)
+        if function is None:
             where = f"{module}.py" if module else f"the page or in {', '.join(f'{place}.py' for place in FUNCTIONS)}"
             raise UserError(f"algorithm {self.name}: no function {name} is in {where}; write it there")
-        function = getattr(place, name)
         same = [place for place in places if getattr(place, name, None) is function]
 
         def companion(suffix: str) -> Callable[..., Any] | None:
-            defined = (getattr(place, name + suffix, None) for place in same)
-            return next(filter(callable, defined), None)
+            return next((getattr(place, name + suffix) for place in same if hasattr(place, name + suffix)), None)
 
         sums, prepare, finish = map(companion, COMPANIONS)
         return PageFunction(name, function, sums, prepare, finish, words_of(function))
@@ -148,20 +143,21 @@ class Algorithm:
     def refused(self, options: page.Options, *, can_end: bool) -> str:
         """Returns why the page refuses a model whose responses cannot end before max_new_tokens; empty if it does
         not."""
-        if not hasattr(self.module, "refused"):
-            return ""
-        with self.calling("refused", self.module.refused):
-            said: str = self.module.refused(options, can_end=can_end)
-            return said
+        return self._answer("refused", options=options, can_end=can_end)
 
     def problem(self, options: page.Options, **sizes: int) -> str:
         """Returns what the page says against its options in a run of these sizes; empty if nothing. sizes: options of
         the run by name, of which the page asks for those that matter."""
-        if not hasattr(self.module, "problem"):
+        return self._answer("problem", options=options, **sizes)
+
+    def _answer(self, name: str, **available: Any) -> str:
+        """Returns what a function says that the page may have; empty if it has none."""
+        function = getattr(self.module, name, None)
+        if function is None:
             return ""
-        with self.calling("problem", self.module.problem):
-            said: str = self.module.problem(**bound(self.module.problem, {"options": options} | sizes))
-            return said
+        with self.calling(name, function):
+            answer: str = function(**bound(function, available))
+            return answer
 
     def calling(
         self, name: str, function: Callable[..., Any], *, lets: tuple[type[Exception], ...] = ()
@@ -176,15 +172,12 @@ class Algorithm:
 
     def initial_state(self, options: page.Options) -> Any:
         """Returns the state before the first iteration; None where nothing changes."""
-        return self._state_by("initial_state", options) if self.has_state else None
+        return self._state_by("initial_state", options=options)
 
     def read_state(self, values: Mapping[str, Any]) -> Any:
         """Returns the state of a checkpoint. Raises one of WRONG_VALUES, or UserError if the page raises anything
         else."""
-        if not self.has_state:
-            return None
-        with self.calling("read_state", self.module.read_state, lets=WRONG_VALUES):
-            return self.module.read_state(values)
+        return self._state_by("read_state", values=values)
 
     def after_iteration(
         self,
@@ -195,15 +188,17 @@ class Algorithm:
         num_sequences: int,
     ) -> Any:
         """Returns the state after an iteration, from global numbers only."""
-        values = state, options, means, weights, num_sequences
-        named = dict(zip(OF_ITERATION, values, strict=True))
-        return self._state_by("after_iteration", **named) if self.has_state else None
+        values = {"means": means, "weights": weights, "num_sequences": num_sequences}
+        return self._state_by("after_iteration", state=state, options=options, **values)
 
-    def _state_by(self, name: str, *arguments: page.Options, **named: object) -> Any:
-        """Returns the state that a function of the page makes. Raises UserError if a user's function fails."""
+    def _state_by(self, name: str, **arguments: Any) -> Any:
+        """Returns the state that a function of the page makes; None if the page has none. Raises UserError if a user's
+        function fails."""
+        if not self.has_state:
+            return None
         function = getattr(self.module, name)
-        with self.calling(name, function):
-            made = function(*arguments, **named)
+        with self.calling(name, function, lets=WRONG_VALUES if name == "read_state" else ()):
+            made = function(**arguments)
         if not isinstance(made, self.module.State):
             raise UserError(f"algorithm {self.name}: {name}() returned a {type(made).__name__}; return a State")
         return made
@@ -213,25 +208,19 @@ class Algorithm:
         would show only after an iteration."""
         if not self.has_state:
             return
-        state, who = self.initial_state(options), f"algorithm {self.name}:"
+        state = self.initial_state(options)
         try:
             inspect.signature(self.module.after_iteration).bind(**dict.fromkeys(OF_ITERATION))
-        except TypeError as error:
-            fix = f"after_iteration is called with {', '.join(OF_ITERATION)}, by these names"
-            raise UserError(f"{who} {fix} ({error}); give it these parameters") from None
-        try:
             again = self.read_state(json.loads(json.dumps(dataclasses.asdict(state))))
-        except UserError:
-            raise
-        except Exception as error:
-            text = described(error, self.module.read_state)
+        except (*WRONG_VALUES, RecursionError) as error:
             raise UserError(
-                f"{who} the state cannot be kept in a checkpoint, as JSON: {text}; State is a dataclass of numbers and "
-                "texts, and read_state(values) makes one of their dict"
+                f"algorithm {self.name}: the state cannot be kept in a checkpoint, as JSON, or after_iteration does "
+                f"not take {', '.join(OF_ITERATION)} by these names: {described(error, self.module.read_state)}"
             ) from None
         if again != state:
             raise UserError(
-                f"{who} read_state() makes {again!r:.100} of the values of {state!r:.100}; return the same State"
+                f"algorithm {self.name}: read_state() makes {again!r:.100} of the values of {state!r:.100}; return the "
+                "same State"
             )
 
     def numbers(self, options: page.Options, state: Any) -> dict[str, Any]:
@@ -250,8 +239,7 @@ def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Opti
             try:
                 check_call(algorithm.function(call.function, call.module), workflow, call, numbers)
             except UserError as error:
-                text = str(error).removeprefix(f"algorithm {algorithm.name}: ")
-                raise UserError(f"algorithm {algorithm.name}: {text}") from None
+                raise named(error, f"algorithm {algorithm.name}: ") from None
 
 
 def algorithm_names() -> list[str]:
@@ -302,33 +290,29 @@ def _problem(module: ModuleType) -> str:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         return f"{place}: {first['msg']} (it is {first['input']!r:.60})"
-    options = module.Options
-    if "__dataclass_fields__" not in vars(options):  # @dataclass is not inherited
+    if "__dataclass_fields__" not in vars(module.Options):  # @dataclass is not inherited
         return "Options is not a dataclass of its own: write @dataclass before it"
-    for part in dataclasses.fields(options):
-        if part.default is dataclasses.MISSING and part.default_factory is dataclasses.MISSING:
-            return f"the option {part.name} has no default"
+    words = (*OF_WORKFLOW, *module.DATA)
+    try:
+        module.Options()
+        for metric in module.METRICS.values():
+            metric.form.format(0.0)
+        inspect.signature(module.workflow).bind(**dict.fromkeys(words))
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        return (
+            "each option needs a default, each form of METRICS writes a number, and workflow() is called with "
+            f"{', '.join(words)} by their names ({error})"
+        )
     columns = [key for key, column in module.DATA.items() if isinstance(column, str)]
     if PROMPTS not in columns:
         return f"DATA has no {PROMPTS} with the name of a column"
     if len(columns) != 2 and any(isinstance(column, page.AssistantTokens) for column in module.DATA.values()):
         return "DATA has AssistantTokens, which are for one key of responses"
-    stateful = [name for name in STATEFUL if hasattr(module, name)]
-    if stateful and len(stateful) < len(STATEFUL):
-        return f"it has {', '.join(stateful)} and not all of {', '.join(STATEFUL)}"
-    for name, metric in module.METRICS.items():
-        try:
-            metric.form.format(0.0)
-        except (ValueError, LookupError, AttributeError) as error:
-            return f"METRICS gives {name} form={metric.form!r}, which cannot write a number ({error})"
+    if len({hasattr(module, name) for name in STATEFUL}) > 1:
+        return f"it has some of {', '.join(STATEFUL)} and not all of them"
     for name, role in module.ROLES.items():
         if role.lr is not None and not 0 < role.lr < math.inf:
             return f"the role {name} has lr={role.lr!r}; give a positive number, or None if it never trains"
-        if unknown := [other for other in role.starts_from if other not in module.ROLES]:
-            return f"{name} starts from {unknown[0]}, which is not a role"
-    words = (*OF_WORKFLOW, *module.DATA)
-    try:
-        inspect.signature(module.workflow).bind(**dict.fromkeys(words))
-    except TypeError as error:
-        return f"workflow() cannot be called with {', '.join(words)} by their names ({error})"
+        if not set(role.starts_from) <= module.ROLES.keys():
+            return f"{name} starts from {', '.join(role.starts_from)}, and not all of these are roles"
     return ""

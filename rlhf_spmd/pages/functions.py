@@ -2,9 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from rlhf_spmd.errors import UserError
@@ -35,59 +34,33 @@ def word_of(parameter: str) -> str:
     return SHAPE_LETTERS.sub("", parameter)
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter of a page's function.
-
-    word: its name without the letters of its shape.
-    """
-
-    name: str
-    word: str
-    is_needed: bool
-    by_place: bool
-
-
-def parameters_of(function: Callable[..., Any]) -> tuple[Parameter, ...]:
-    """Returns the parameters of a function, which a user may have written as an object that has no hash. Raises
-    UserError if they cannot be read."""
-    return _known_parameters(function) if isinstance(function, Hashable) else _parameters(function)
-
-
-def _parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
+def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """Returns the parameters of a function. Raises UserError if they cannot be read."""
     try:
-        found = inspect.signature(function).parameters.values()
+        return tuple(inspect.signature(function).parameters.values())
     except ValueError as error:  # of many functions that are written in C
         raise UserError(f"arguments are bound by name, and {error}; write a function around it") from None
-    return tuple(
-        Parameter(one.name, word_of(one.name), one.default is one.empty, one.kind is one.POSITIONAL_ONLY)
-        for one in found
-    )
-
-
-_known_parameters = cache(_parameters)
 
 
 def words_of(function: Callable[..., Any]) -> frozenset[str]:
     """Returns what the parameters of a function ask for."""
-    return frozenset(one.word for one in parameters_of(function))
+    return frozenset(word_of(parameter.name) for parameter in parameters_of(function))
 
 
 def bound(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
     """Returns keyword arguments for a function, from the available values. Raises UserError if one is missing."""
-    found = {}
-    for one in parameters_of(function):
-        if one.by_place:
-            raise UserError(f"{function.__name__}() takes {one.name} by position only; remove the / after it")
-        if one.word in available:
-            found[one.name] = available[one.word]
-        elif one.is_needed:
+    arguments = {}
+    for parameter in parameters_of(function):
+        name, word = parameter.name, word_of(parameter.name)
+        if word in available:
+            arguments[name] = available[word]
+        elif parameter.default is parameter.empty:
             known = ", ".join(sorted(available))
             raise UserError(
-                f"{function.__name__}(): no value for parameter {one.name!r} (available: {known}); pass {one.word}=... "
-                f"where the workflow names the function, or add {one.word} to Options"
+                f"{function.__name__}(): no value for parameter {name!r} (available: {known}); pass {word}=... where "
+                f"the workflow names the function, or add {word} to Options"
             )
-    return found
+    return arguments
 
 
 def readout_words(workflow: Workflow, call: LossCall) -> dict[str, tuple[str, str]]:
@@ -125,14 +98,14 @@ def check_call(
     """
     given: dict[str, Any] = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
     own: dict[str, Any] = dict(readout_words(workflow, call)) if isinstance(call, Train) else {}
-    own |= {LAG_SHARE: None} if isinstance(call, Train) and call.loglinear else {}
+    unused = [name for name, key in call.arguments if workflow.shapes[key] != "response"]
+    if isinstance(call, Train) and call.loglinear:
+        own |= {LAG_SHARE: None}
+        unused.append(LAG_SHARE)
     bound(page_function.function, numbers | given | own)
     prepare = page_function.prepare
     taken = page_function.words | (words_of(prepare) if prepare else set())
-    unused = [name for name, key in call.arguments if name not in taken and workflow.shapes[key] != "response"]
-    if isinstance(call, Train) and call.loglinear and LAG_SHARE not in taken:
-        unused.append(LAG_SHARE)
-    if unused:
+    if unused := [name for name in unused if name not in taken]:
         raise UserError(
             f"{call.function}() does not take {', '.join(unused)}; give it such a parameter, or leave it out of the "
             "workflow"

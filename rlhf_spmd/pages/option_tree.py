@@ -7,9 +7,8 @@ the lines of comment above it.
 
 import ast
 import inspect
-import io
+import itertools
 import re
-import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass, replace
 from functools import cache
@@ -19,7 +18,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.option_suggestions import suggest_option
 from rlhf_spmd.pages.option_values import Given, parse_value
 
-CAPITALS = re.compile("[A-Z]+")
+CAPITALS, COMMENT = re.compile("[A-Z]+"), re.compile(r"\s*#.*")
 
 
 class ByName(NamedTuple):
@@ -133,23 +132,14 @@ def comments_of(cls: type) -> dict[str, str]:
     line, or else the lines of comment directly above it."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
-        source = inspect.getsource(base)
-        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        by_line = {one.start[0]: one for one in tokens if one.type == tokenize.COMMENT}
-        for node in ast.walk(ast.parse(source)):
+        lines = inspect.getsource(base).split("\n")
+        for node in ast.walk(ast.parse("\n".join(lines))):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found[node.target.id] = _comment_on(node, by_line)
+                above = itertools.takewhile(COMMENT.match, reversed(lines[: node.lineno - 1]))
+                after = COMMENT.match(lines[(node.end_lineno or 1) - 1][node.end_col_offset or 0 :])
+                texts = [after[0]] if after else [*above][::-1]
+                found[node.target.id] = " ".join(text.lstrip("# ") for text in texts)
     return found
-
-
-def _comment_on(node: ast.AnnAssign, by_line: Mapping[int, tokenize.TokenInfo]) -> str:
-    """Returns the text of the comment on a field."""
-    last, number = node.end_lineno or node.lineno, node.lineno - 1
-    lines = [by_line[last]] if last in by_line else []
-    while last not in by_line and number in by_line and by_line[number].line.lstrip().startswith("#"):
-        lines.insert(0, by_line[number])
-        number -= 1
-    return " ".join(one.string.lstrip("# ") for one in lines)
 
 
 def with_value(tree: Tree, key: str, value: Any) -> Tree:
@@ -166,22 +156,20 @@ def _changed(node: Any, path: Sequence[str], value: Any) -> Any:
     return {**node, name: value} if is_mapping else replace(node, **{name: value})
 
 
-def assigned(tree: Tree, one: Setting) -> Tree:
+def assigned(tree: Tree, setting: Setting) -> Tree:
     """Returns a copy with one option set. A group that is None changes nothing. Raises UserError for an unknown key or
     a wrong value."""
-    known, (group, dot, _) = options_of(tree), one.key.partition(".")
-    if one.key in known:
-        return with_value(tree, one.key, parse_value(known[one.key].annotation, one.value, one.key))
-    of_group = [key for key in known if key.startswith(f"{group}.")]
-    if of_group and not dot:
-        if one.value is None:
+    key, known = setting.key, options_of(tree)
+    if key in known:
+        return with_value(tree, key, parse_value(known[key].annotation, setting.value, key))
+    of_group = [name for name in known if name.startswith(f"{key.partition('.')[0]}.")]
+    if of_group and "." not in key:
+        if setting.value is None:
             return tree
-        raise UserError(f"{one.key!r} is a group of options; set one of {', '.join(of_group)}")
-    if group in known:
-        raise UserError(f"unknown option {one.key!r}: {group} has no parts; set {group}=value")
-    here = of_group or list(dict.fromkeys(key.partition(".")[0] for key in keys_of(tree)))
-    hint = suggest_option(one.key, [*here, *one.also], [*keys_of(tree), *one.also])
-    raise UserError(f"unknown option {one.key!r}{hint or '; known here: ' + ', '.join(here)}")
+        raise UserError(f"{key!r} is a group of options; set one of {', '.join(of_group)}")
+    here = of_group or list(dict.fromkeys(name.partition(".")[0] for name in keys_of(tree)))
+    hint = suggest_option(key, [*here, *setting.also], [*keys_of(tree), *setting.also])
+    raise UserError(f"unknown option {key!r}{hint or '; known here: ' + ', '.join(here)}")
 
 
 def settings_of(words: Iterable[str]) -> list[Setting]:

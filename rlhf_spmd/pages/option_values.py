@@ -12,7 +12,6 @@ from rlhf_spmd.errors import UserError
 
 Given = str | Sequence[str] | None  # text; of a file also a list, or null
 ITERATIONS, EPOCHS = "iterations", "data.epochs"  # the two ways to say how long a run is
-LONGEST = 300  # characters of a value that a message shows
 TEMPLATE_KWARGS = "data.chat_template_kwargs"  # the option that is an object of JSON
 # what transformers' apply_chat_template takes for itself, or defines for templates
 RESERVED = (
@@ -21,20 +20,6 @@ RESERVED = (
     *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "compiled_template"),
     *("strftime_now", "raise_exception", "namespace", "dict"),
 )
-
-
-def check_length(given: Mapping[str, Given]) -> None:
-    """Raises UserError if the options that are given say twice how long a run is."""
-    if ITERATIONS in given and is_given(given.get(EPOCHS)):
-        raise UserError(
-            f"{ITERATIONS}={given[ITERATIONS]} and {EPOCHS}={given[EPOCHS]} both say how long the run is: give one of "
-            "them"
-        )
-
-
-def is_given(epochs: Given) -> bool:
-    """Returns whether the value of data.epochs is one that counts: 0 does not."""
-    return isinstance(epochs, str) and bool(epochs.strip("0."))
 
 
 def check_template_kwargs(where: str, kwargs: Mapping[str, Any]) -> None:
@@ -57,22 +42,15 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
         adapter = TypeAdapter(annotation)
     except PydanticUserError as error:
         raise UserError(f"{key} cannot be set from text, because its type is {annotation}") from error
-    if isinstance(text, list) and annotation is str:
-        if odd := next((item for item in text if "," in item), None):
-            raise UserError(f"{key}: the list has {odd!r}, and a comma would divide it in two; rename it")
-        text = ",".join(text)
+    text = ",".join(text) if isinstance(text, list) and annotation is str else text
     candidates: list[Any] = [None, "", [], {}] if text is None else [text]
-    text = "null" if text is None else text
-    if isinstance(text, str) and candidates == [text]:
+    if isinstance(text, str):
         with suppress(ValueError, RecursionError):
-            candidates.append(json.loads("null" if text.lower() == "none" else text))
-            if isinstance(candidates[-1], bool):  # as text it is a truth value; JSON's would be a number, too
-                candidates.pop()
+            value = json.loads("null" if text.lower() == "none" else text)
+            candidates += [] if isinstance(value, bool) else [value]  # as text it is a truth value, and no number
         candidates.append([part.strip() for part in text.split(",")] if text else [])
         candidates += [{}] if text.lower() in ("", "none") else []
-    problem, shown = None, f"{key}={text}"
-    if len(shown) > LONGEST:
-        shown = f"{shown[:LONGEST]}... ({len(shown):,} characters)"
+    problem, shown = None, f"{key}={'null' if text is None else text!s:.300}"
     for candidate in candidates:
         try:
             value = adapter.validate_python(candidate)
@@ -83,22 +61,8 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{shown}: give a finite number")
         return value
-    errors = problem.errors() if problem else []
-    if all(item["type"] in ("dict_type", "mapping_type") for item in errors):
-        raise UserError(f'{shown}: write an object of JSON, such as {{"enable_thinking": false}}')
-    raise UserError(f"{shown}: {'; '.join(dict.fromkeys(map(_wanted, errors)))}")
-
-
-def _wanted(error: Mapping[str, Any]) -> str:
-    """Returns what to give instead of a value with this error of pydantic."""
-    kinds = {"int": "give a whole number", "float": "give a number", "bool": "give true or false"}
-    if (kind := error["type"].partition("_")[0]) in kinds:
-        return kinds[kind]
-    if error["type"] == "missing":  # of a tuple
-        return "give more values"
-    text: str = error["msg"]
-    is_compared = error["type"].startswith(("greater_", "less_"))
-    return text.replace("Input should be", "give a value" if is_compared else "give")
+    texts = [item["msg"].partition(", unable to")[0] for item in (problem.errors() if problem else [])]
+    raise UserError(f"{shown}: {'; '.join(dict.fromkeys(texts)).replace('Input', 'it')}")
 
 
 def text_of(value: Any) -> str:

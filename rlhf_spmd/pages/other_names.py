@@ -48,6 +48,7 @@ class Name:
     first: bool = False
     sets: Mapping[str, str] = field(default_factory=dict)
     rule: str = ""
+    later: str = ""
     why: str = ""
 
     @property

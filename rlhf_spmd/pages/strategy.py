@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.option_suggestions import did_you_mean
+from rlhf_spmd.pages.option_suggestions import check_known
 from rlhf_spmd.pages.option_values import parse_value
-from rlhf_spmd.pages.user_module import calling, load_module, modules_in
+from rlhf_spmd.pages.user_module import calling, load_module, modules_in, named
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
@@ -52,7 +52,7 @@ class Strategy:
             with calling(f"{who}place()", self.place, "fix the file"):
                 placement = self.place(workload=workload, cluster=cluster, **typed)
         except UserError as error:
-            raise UserError(who + str(error).removeprefix(who)) from error
+            raise named(error, who) from error
         if not isinstance(placement, Placement) or not isinstance(placement.layouts, Mapping):
             text = f"place() returned {placement!r:.160}, not a Placement; use Placement.by_model(workload, actor=...)"
             raise UserError(who + text)
@@ -64,19 +64,16 @@ class Strategy:
         try:
             return compile_program(workload, placement, cluster)
         except UserError as error:
-            raise UserError(f"strategy {self.name}: {error}") from error
+            raise named(error, f"strategy {self.name}: ") from error
 
     def typed(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Converts options to the types of place()'s annotations. Raises UserError for an unknown or wrong one."""
         known, typed = self.parameters, {}
         for name, value in options.items():
-            if name not in known:
-                hint = did_you_mean(name, known, "strategy.")
-                raise UserError(f"it has no option {name!r}{hint}; options: {', '.join(known) or 'none'}")
+            check_known("option", name, known)
             annotation = known[name].annotation
-            typed[name] = parse_value(
-                Any if annotation is inspect.Parameter.empty else annotation, value, f"strategy.{name}"
-            )
+            wanted = Any if annotation is inspect.Parameter.empty else annotation
+            typed[name] = parse_value(wanted, value, f"strategy.{name}")
         return typed
 
 
@@ -88,17 +85,11 @@ def strategy_names() -> list[str]:
 def load_strategy(name: str) -> Strategy:
     """Loads a strategy by name (`flattening`) or by file (`path/to/mine.py`). Raises UserError naming the error."""
     module, source = load_module("strategy", name, "rlhf_spmd.strategies", strategy_names())
-    if not callable(getattr(module, "place", None)):
-        raise UserError(
-            f"strategy {name} has no function place(workload, cluster, *, ...); copy strategies/_template.py"
-        )
     try:
         inspect.signature(module.place).bind_partial(**dict.fromkeys(GIVEN))
-    except (TypeError, ValueError) as error:
-        given = " and ".join(GIVEN)
+    except (AttributeError, TypeError, ValueError) as error:
         raise UserError(
-            f"strategy {name}: place() cannot be called with {given} by their names ({error}): write place(workload, "
-            "cluster, *, ...)"
+            f"strategy {name} has no function place(workload, cluster, *, ...) ({error}); copy strategies/_template.py"
         ) from None
     further = getattr(module, "OPTIONS", None)
     return Strategy(

@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -20,11 +20,11 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import why_no_file
-from rlhf_spmd.pages.option_suggestions import did_you_mean
+from rlhf_spmd.pages.option_suggestions import check_known
 from rlhf_spmd.runtime.failure.signals import pass_on_interrupt
 
 COOKIE = re.compile(r"^([ \t\f]*#.*?coding[:=][ \t]*)[-\w.]+")  # PEP 263
-PACKAGE = str(Path(__file__).parents[1])  # its own lines say nothing about an error in a user's code
+NOT_USERS = (str(Path(__file__).parents[1]), "<frozen")  # lines that say nothing about an error in a user's code
 
 
 class _Loader(SourceFileLoader):
@@ -66,12 +66,10 @@ def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[M
             module = import_file(path, f"_{kind}_{path.stem}")
         except BaseException as error:
             pass_on_interrupt(error)
-            raise UserError(f"{kind} file {name} cannot be imported: {type(error).__name__}: {_text(error)}") from error
-    elif name in known:
-        module = importlib.import_module(f"{package}.{name}")
+            raise UserError(f"{kind} file {name} cannot be imported: {described(error, None)}") from error
     else:
-        hint = did_you_mean(name, known)
-        raise UserError(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}, or give a file path/to/mine.py")
+        check_known(kind, name, known, ", or give a file path/to/mine.py")
+        module = importlib.import_module(f"{package}.{name}")
     return module, source_of(Path(str(module.__file__)))
 
 
@@ -100,25 +98,22 @@ def calling(
         raise UserError(f"{who} raised {described(error, function)}; {fix}") from error
 
 
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException:  # of the user's own class
-        return ""
+def named(error: UserError, who: str) -> UserError:
+    """Returns an error whose message begins with the name of a page or strategy, once."""
+    return UserError(who + str(error).removeprefix(who))
 
 
 def described(error: BaseException, function: Callable[..., Any] | None) -> str:
     """Describes an error of the user's code: `KeyError: 'x' (reward.py, line 7: return table[x])`, with the deepest
     line in the user's own file if any."""
-    message = " ".join(_text(error).split())[:300]
-    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)]
-    frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    text = type(error).__name__
+    with suppress(Exception):  # of the user's own class
+        text += f": {' '.join(str(error).split())[:300]}".removesuffix(": ")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_USERS)]
     code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
     for frame in reversed(own or frames):
-        line = f": {frame.line}" if frame.line else ""
-        return f"{text} ({frame.filename}, line {frame.lineno}{line})"
+        return f"{text} ({frame.filename}, line {frame.lineno}: {frame.line})"
     return text

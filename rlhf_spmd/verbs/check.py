@@ -12,11 +12,10 @@ from rlhf_spmd.command_line.checks import (
     tokenizer_findings,
 )
 from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice
-from rlhf_spmd.command_line.words import config_text, length_note, read_config_and_cluster
+from rlhf_spmd.command_line.words import config_text, length_note, read
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.output import print_json, table_width
-from rlhf_spmd.machines.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.memory_check import Finding
@@ -27,9 +26,7 @@ CONFIG_HEADING = "# The configuration, which can be given back as a file: --conf
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints the report -> the exit status. Raises UserError."""
-    config, cluster = read_config_and_cluster(parsed)
-    if set(cluster.device_types) != {"cpu"}:  # whose memory has no limit
-        cluster = with_reserve(cluster, config.reserve, calibration_for(None, cluster))
+    config, cluster, _ = read(parsed, required=False)
     strategy = load_strategy(parsed.strategy)
     if not 0 <= parsed.rank < cluster.num_devices:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")

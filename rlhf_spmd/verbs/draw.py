@@ -4,26 +4,20 @@ One process; needs neither torch nor MPI.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.command_line.fitting_strategies import missing_bytes
+from rlhf_spmd.command_line.fitting_strategies import compile_all, missing_bytes
 from rlhf_spmd.command_line.outputs import check_out, save
-from rlhf_spmd.command_line.words import read_calibrated
+from rlhf_spmd.command_line.words import read
 from rlhf_spmd.config.options import make_workload
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.output import print_json, table_width
-from rlhf_spmd.pages.strategy import load_strategy
-from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import bubble
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.text.program_listing import format_bytes, table
-from rlhf_spmd.plan.workload import Workload
 
 MOST_LANES = 16  # of all timelines together; with more ranks, those that do the same share a lane
 
@@ -31,7 +25,7 @@ MOST_LANES = 16  # of all timelines together; with more ranks, those that do the
 def run(parsed: argparse.Namespace) -> int:
     """Draws the picture and prints a table and a line of JSON -> the exit status. Raises UserError."""
     out = check_out(parsed, ".png")
-    config, cluster, calibration = read_calibrated(parsed, required=parsed.only != "map")
+    config, cluster, calibration = read(parsed, required=parsed.only != "map")
     programs = compile_all(parsed.strategies, make_workload(config), cluster, config.strategy)
     forecasts: dict[str, Forecast] = {}
     by = ""
@@ -46,27 +40,6 @@ def run(parsed: argparse.Namespace) -> int:
     seconds = {name: found.makespan_s for name, found in forecasts.items()}
     print_json({"out": str(out), "strategies": list(programs), "forecast_s": seconds or None, "ok": True}, parsed.json)
     return 0
-
-
-def compile_all(
-    names: Sequence[str], workload: Workload, cluster: Cluster, options: Mapping[str, Any]
-) -> dict[str, Program]:
-    """Compiles the program of each strategy; each gets those options that it has. Raises UserError for an option that
-    none has, and for an error of `check` other than too little memory."""
-    strategies = {name: load_strategy(name) for name in dict.fromkeys(names)}
-    for option in options:
-        if not any(option in strategy.parameters for strategy in strategies.values()):
-            next(iter(strategies.values())).typed({option: options[option]})  # raises
-    programs = {}
-    for name, strategy in strategies.items():
-        mine = {option: value for option, value in options.items() if option in strategy.parameters}
-        program = strategy.compile(workload, cluster, mine)
-        too_large = {str(finding) for finding in memory(program)}
-        wrong = [one for one in check(program) if one.severity == "error" and str(one) not in too_large]
-        if wrong:
-            raise UserError(f"strategy {name}: {wrong[0]}; python -m rlhf_spmd check {name} shows all of it")
-        programs[name] = program
-    return programs
 
 
 def picture_of(

@@ -4,14 +4,16 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from rlhf_spmd.command_line.checks import evaluate_of
-from rlhf_spmd.command_line.ranks import on_device, start_without_training
+from rlhf_spmd.command_line.checks import evaluate_of, refuse_errors
+from rlhf_spmd.command_line.ranks import cluster_of_run, compare_options, compare_programs, on_device, start_torch
 from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, load_config
+from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KNOWN
 from rlhf_spmd.files.output import print_json
 from rlhf_spmd.pages.strategy import load_strategy
-from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.runtime.world.devices import check_program
 
 
 def run(world: Any, parsed: argparse.Namespace) -> None:
@@ -25,12 +27,16 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
     config = on_device(world, parsed, config)
     config = replace(config, data=replace(config.data, precompute=False))  # which is for the start of a run
 
-    def make(training: Program) -> Program:
+    compare_options(world, config)
+    with world.together("compiling the program"):
+        cluster, _ = cluster_of_run(world, config, parsed.cluster)
+        training = strategy.compile(make_workload(config), cluster, config.strategy)
         program = evaluate_of(config)(training)
         assert program is not None, "there are prompts"
-        return program
-
-    program = start_without_training(world, parsed, config, strategy, make)
+        refuse_errors(strategy.name, program, check(program))
+        check_program(world.computes, program)
+    compare_programs(world, strategy, [program])
+    start_torch(world, config, [program])
 
     from rlhf_spmd.runtime.run.evaluation import evaluate_once  # torch, which start_torch has prepared for
 

@@ -7,9 +7,9 @@ import argparse
 from pathlib import Path
 
 from rlhf_spmd.command_line.checks import check_both, evaluate_of
-from rlhf_spmd.command_line.fitting_strategies import missing_bytes
+from rlhf_spmd.command_line.fitting_strategies import compile_all, missing_bytes
 from rlhf_spmd.command_line.outputs import check_out, save
-from rlhf_spmd.command_line.words import read_calibrated
+from rlhf_spmd.command_line.words import read
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.files.output import print_json, table_width
 from rlhf_spmd.plan.cost.bottleneck import limits
@@ -17,7 +17,7 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
 from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.text.program_listing import call_table, memory_table, show_evaluation, show_findings
-from rlhf_spmd.verbs.draw import compile_all, picture_of
+from rlhf_spmd.verbs.draw import picture_of
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -25,7 +25,7 @@ def run(parsed: argparse.Namespace) -> int:
     Raises UserError."""
     if parsed.out:
         check_out(parsed, ".png")
-    config, cluster, calibration = read_calibrated(parsed)
+    config, cluster, calibration = read(parsed)
     assert calibration is not None, "required"
     workload = make_workload(config)
     ((name, program),) = compile_all([parsed.strategy], workload, cluster, config.strategy).items()

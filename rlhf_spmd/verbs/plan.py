@@ -23,7 +23,6 @@ from rlhf_spmd.command_line.plans import (
     Alternative,
     Misfit,
     Row,
-    SearchOptions,
     ahead_text,
     alternatives,
     evaluated_tokens,
@@ -33,16 +32,19 @@ from rlhf_spmd.command_line.plans import (
     plans_table,
     strategy_of,
 )
-from rlhf_spmd.command_line.words import config_words, read
-from rlhf_spmd.config.options import Config
+from rlhf_spmd.command_line.words import read, refuse_options
+from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.output import print_json, table_width
 from rlhf_spmd.files.printing import command_lines
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.program.transfers import communicators
+from rlhf_spmd.plan.search.planner import SearchResult
 from rlhf_spmd.plan.text.program_listing import table
+from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
 
 COUNTED = 3  # measured iterations, after one that warms up; the same for all plans, because responses differ in length
@@ -51,22 +53,13 @@ MOST_LANES = 8  # of a timeline; with more ranks, those that do the same share a
 
 def run(parsed: argparse.Namespace) -> int:
     """Plans, prints tables and a line of JSON, and writes the winner. Returns the exit status. Raises UserError."""
-    config, workload, cluster, calibration = read(parsed)
-    out = _out(parsed, config, cluster)
-    began = time.perf_counter()
-    options, aheads = _search_options(parsed, config), AHEAD[parsed.ahead]
-    rows, found = alternatives(
-        *(workload, cluster, calibration),
-        evaluate=evaluate_of(config),
-        top=parsed.top,
-        aheads=aheads,
-        **options,
-    )
-    winner = fastest([row for row in rows if may_win(row, aheads)], cluster)
-    plan_s = found.search_s
-    simulate_s = time.perf_counter() - began - plan_s  # for the best plans and the shipped strategies
+    config, workload, cluster, calibration = _read(parsed)
+    out, began = _out(parsed, config, cluster), time.perf_counter()
+    rows, found = _rows(parsed, config, workload, cluster, calibration, parsed.top)
+    winner = fastest(_eligible(rows, parsed), cluster)
+    simulate_s = time.perf_counter() - began - found.search_s  # for the best plans and the shipped strategies
     where = f"{config.title} on {cluster} ({', '.join(cluster.device_types)})"
-    took = f"{found.num_scored:,} plans scored in {plan_s:.1f} s, programs simulated in {simulate_s:.1f} s"
+    took = f"{found.num_scored:,} plans scored in {found.search_s:.1f} s, programs simulated in {simulate_s:.1f} s"
     if found.gap:
         took += f"; the search ended at its budget, so a plan that is up to {found.gap:.1%} faster may be missing"
     elif found.gap is not None:
@@ -75,7 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
     if calibration.sources:
         print(f"sources of its constants: {calibration.sources_text}")
     print(plans_table(rows, calibration, table_width()))
-    if len(aheads) > 1:
+    if parsed.ahead == "auto":
         print(f"\n{fill(ahead_text(rows, workload), table_width() or 120)}")
     source = module_source(winner, config, calibration, _words(parsed))
     save(out, lambda path: path.write_text(source, encoding="utf-8"))
@@ -93,7 +86,7 @@ def run(parsed: argparse.Namespace) -> int:
         "name": winner.name,
         "out": str(out),
         "forecast_s": winner.forecast.makespan_s,
-        "plan_s": plan_s,
+        "plan_s": found.search_s,
         "simulate_s": simulate_s,
         "gap": found.gap,
         "num_scored": found.num_scored,
@@ -105,19 +98,49 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def may_win(row: Row, aheads: Sequence[int]) -> bool:
-    """Returns whether a row draws as far ahead as was asked for."""
-    return isinstance(row, Misfit) or row.program.placement.ahead in aheads
+def _read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workload, Cluster, Calibration]:
+    """Reads what to plan for. Raises UserError if something does not exist or fit together.
+
+    layout: the default.
+    """
+    config, cluster, calibration = read(parsed, layout)
+    assert calibration is not None, "required"
+    refuse_options(config)
+    return config, make_workload(config), cluster, calibration
+
+
+def _rows(
+    parsed: argparse.Namespace,
+    config: Config,
+    workload: Workload,
+    cluster: Cluster,
+    calibration: Calibration,
+    top: int | None = None,
+) -> tuple[list[Row], SearchResult]:
+    """Returns the plans and the shipped strategies, and the result of the search.
+
+    top: see alternatives().
+    """
+    return alternatives(
+        *(workload, cluster, calibration),
+        evaluate=evaluate_of(config),
+        top=top,
+        aheads=AHEAD[parsed.ahead],
+        method=parsed.method,
+        keep=max(parsed.top, KEEP),
+        evaluated_tokens=evaluated_tokens(config),
+    )
+
+
+def _eligible(rows: Sequence[Row], parsed: argparse.Namespace) -> list[Row]:
+    """Returns the rows that draw as far ahead as was asked for."""
+    aheads = AHEAD[parsed.ahead]
+    return [row for row in rows if isinstance(row, Misfit) or row.program.placement.ahead in aheads]
 
 
 def _words(parsed: argparse.Namespace) -> list[str]:
     """Returns what a plan was made with, for its docstring."""
     return [*(["--config", parsed.config] if parsed.config else []), *parsed.overrides]
-
-
-def _search_options(parsed: argparse.Namespace, config: Config) -> SearchOptions:
-    tokens = evaluated_tokens(config)
-    return {"method": parsed.method, "keep": max(parsed.top, KEEP), "evaluated_tokens": tokens}
 
 
 def _out(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path:
@@ -131,7 +154,8 @@ def _check_words(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
     """Returns the options of `check` that mean the same cluster, algorithm and models."""
     words = ["--layout", str(cluster), "--device-type", cluster.nodes[0].device]
     words = ["--cluster", parsed.cluster] if parsed.cluster else words
-    return words + config_words(parsed, parsed.preset)
+    named = ("config", "algorithm", "preset", "model")
+    return words + [word for name in named if (value := getattr(parsed, name)) for word in (f"--{name}", value)]
 
 
 # ---- --measure-top ---------------------------------------------------------------------------------------------------
@@ -143,56 +167,51 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     from rlhf_spmd.runtime.profile.calibration_probe import at_hand
     from rlhf_spmd.runtime.world.devices import check_program, describe_device
 
-    told: list[list[Any]] = []
+    sources: dict[str, str] = {}  # of the plans, by name
     with world.together("planning"):
-        config, workload, cluster, calibration = read(parsed, f"{world.num_nodes}x{world.size // world.num_nodes}")
+        config, workload, cluster, calibration = _read(parsed, f"{world.num_nodes}x{world.size // world.num_nodes}")
         if cluster.num_devices != world.size:
             raise UserError(f"--measure-top runs the plans on these {world.size} ranks, and {cluster} has others")
         if not config.main_folder:
             raise UserError(f"preset {config.preset} has no weights to run with; pass --model FOLDER")
+        out = _out(parsed, config, cluster)
         if world.rank == 0:
-            out = _out(parsed, config, cluster)
-            options = _search_options(parsed, config)
-            aheads, evaluate = AHEAD[parsed.ahead], evaluate_of(config)
-            rows, found = alternatives(workload, cluster, calibration, evaluate=evaluate, aheads=aheads, **options)
-            best = most_promising([row for row in rows if may_win(row, aheads)], parsed.measure_top)
-            shown = {row.name for row in rows[: parsed.top] + rows[len(found.plans) :] + best}
-            rows = [row for row in rows if row.name in shown]
-            told = [[row.name, module_source(row, config, calibration, _words(parsed))] for row in best]
-            print(plans_table(rows, calibration, table_width()), flush=True)
+            rows, found = _rows(parsed, config, workload, cluster, calibration)
+            best = most_promising(_eligible(rows, parsed), parsed.measure_top)
+            sources = {row.name: module_source(row, config, calibration, _words(parsed)) for row in best}
+            shown = [*rows[: parsed.top], *rows[len(found.plans) :], *best]
+            print(plans_table([row for row in rows if row in shown], calibration, table_width()), flush=True)
     world.use_device(config.device)
-    told = world.bcast(told, what="the plans")
+    sources = world.bcast(sources, what="the plans")
     with world.together("compiling the plans"):
-        programs = [strategy_of(name, source).compile(workload, cluster, {}) for name, source in told]
+        programs = [strategy_of(name, source).compile(workload, cluster, {}) for name, source in sources.items()]
         for program in programs:
             check_program(world.computes, program)
     world.set_deadline(config.deadline_s)
     world.start_torch(*communicators(programs))
-    seconds = [iteration_s(config, program, world) for program in programs]
-    here = at_hand(world, config, programs[0], calibration, COUNTED * sum(seconds))
+    seconds = {name: iteration_s(config, program, world) for name, program in zip(sources, programs, strict=True)}
+    here = at_hand(world, config, programs[0], calibration, COUNTED * sum(seconds.values()))
     if world.rank > 0:
         return
-    first = min(range(len(told)), key=seconds.__getitem__)
-    beside: list[float | None] = [None for _ in best]
-    if not here.why_not:
-        beside = [forecast(row.program, here.calibration).makespan_s for row in best]
-    with_forecast: list[tuple[str, ...]] = [("plan", "forecast s", "measured s")]
-    for (name, _), forecast_s, measured_s in zip(told, beside, seconds, strict=True):
-        with_forecast.append((name, f"{forecast_s:.4g}" if forecast_s else "-", f"{measured_s:.4g}"))
-    save(out, lambda path: path.write_text(told[first][1], encoding="utf-8"))
+    first = min(seconds, key=seconds.__getitem__)
+    forecasts = {row.name: forecast(row.program, here.calibration).makespan_s for row in best if not here.why_not}
+    with_forecast = [("plan", "forecast s", "measured s")]
+    for name, measured_s in seconds.items():
+        forecast_s = f"{forecasts[name]:.4g}" if forecasts else "-"
+        with_forecast.append((name, forecast_s, f"{measured_s:.4g}"))
+    save(out, lambda path: path.write_text(sources[first], encoding="utf-8"))
     where = describe_device(world.computes, world.size)
     print(f"\nSeconds of an iteration, as measured here ({where})\n{table(with_forecast, table_width())}")
     if here.why_not:
         print(f"No forecast beside the seconds: {here.why_not}")
-    print(f"\nThe fastest, {told[first][0]}, is written to {out}")
-    measured = {name: one_s for (name, _), one_s in zip(told, seconds, strict=True)}
+    print(f"\nThe fastest, {first}, is written to {out}")
     result = {
-        "name": told[first][0],
+        "name": first,
         "out": str(out),
-        "forecast_s": beside[first],
+        "forecast_s": forecasts.get(first),
         "measured_s": seconds[first],
         "gap": found.gap,
-        "plans": measured,
+        "plans": seconds,
         "ok": True,
     }
     print_json(result, parsed.json)

@@ -25,24 +25,21 @@ def run(parsed: argparse.Namespace) -> int:
     run, now = Path(parsed.run), time.time()
     records = records_of(run)
     metrics, config = read_rows(run / "metrics.jsonl"), read_config(run)
-    total = config.get("iterations")
-    total = total if isinstance(total, int) else None
+    total = config.get("iterations") if isinstance(config.get("iterations"), int) else None
     pace_s, speed = _recent(metrics, "iteration_s"), _recent(metrics, "gen_tokens_per_s")
-    slowest = slowest_rank(records)
-    newest = newest_checkpoint(run)
-    parts = [name for name in (metrics or [{}])[-1] if name.startswith("score_") and not name.endswith("_std")]
-    state, names = run_status(records, now), (*reported(run, config).headlines, *parts, "response_length")
+    slowest, newest, state = slowest_rank(records), newest_checkpoint(run), run_status(records, now)
+    last = metrics[-1] if metrics else {}
+    parts = [name for name in last if name.startswith("score_") and not name.endswith("_std")]
     print(f"{run}: {state}")
-    of = f" of {total}" if total else ""
-    left = ""
+    line = f"  iterations  {len(metrics)}" + (f" of {total} done" if total else " done")
+    line += f", {pace_s:.2f} s each" if pace_s else ""
     if pace_s and total and state == "running":
-        left = f", about {pace_s * (total - len(metrics)):,.0f} s left"
-    pace = f", {pace_s:.2f} s each{left}" if pace_s else ""
-    print(f"  iterations  {len(metrics)}{of} done{pace}" + (f", {speed:,.0f} tokens/s generated" if speed else ""))
-    if metrics:
-        shown = {name: metrics[-1].get(name) for name in names}
-        numbers = {name: value for name, value in shown.items() if isinstance(value, int | float)}
-        print("  last        " + ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
+        line += f", about {pace_s * (total - len(metrics)):,.0f} s left"
+    print(line + (f", {speed:,.0f} tokens/s generated" if speed else ""))
+    values = {name: last.get(name) for name in (*reported(run, config).headlines, *parts, "response_length")}
+    numbers = [f"{name} {value:.4g}" for name, value in values.items() if isinstance(value, int | float)]
+    if numbers:
+        print(f"  last        {', '.join(numbers)}")
     age_s = now - (newest / MANIFEST).lstat().st_mtime if newest else 0.0
     print(f"  checkpoint  {newest.name}, {age_s:,.0f} s ago" if newest else "  checkpoint  none yet")
     if slowest is not None:

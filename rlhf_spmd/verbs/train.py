@@ -15,7 +15,7 @@ from rlhf_spmd.command_line.checks import (
     refuse_errors,
 )
 from rlhf_spmd.command_line.plans import auto
-from rlhf_spmd.command_line.ranks import cluster_of_run, compare_options, start_torch
+from rlhf_spmd.command_line.ranks import cluster_of_run, compare_options, compare_programs, start_torch
 from rlhf_spmd.command_line.words import (
     DEFAULT_STRATEGY,
     code_note,
@@ -65,12 +65,8 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         else:
             refuse_errors(strategy.name, program, findings, evaluate)
             check_program(world.computes, program)
-    with world.together("comparing the program"):
-        world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
-        if evaluation:
-            world.agree("the start", {"the program of the evaluation": evaluation.fingerprint})
-        for _, phase in phases:
-            world.agree("the start", {"the program of data.precompute": phase.fingerprint})
+    programs = [program, *filter(None, [evaluation]), *(phase for _, phase in phases)]
+    compare_programs(world, strategy, programs)
     if parsed.dry_run:
         if world.rank == 0:
             stored = str(resumed.folder / "strategy.py") if resumed else ""
@@ -80,7 +76,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
-    start_torch(world, config, program, *filter(None, [evaluation]), *(phase for _, phase in phases))
+    start_torch(world, config, programs)
 
     from rlhf_spmd.runtime.run.recorded import Origin  # torch, which start_torch has prepared for
     from rlhf_spmd.runtime.run.train import train

@@ -84,7 +84,7 @@ def test_an_empty_word_is_refused(words, warm):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["tain"], "'tain' is not a subcommand (did you mean 'train'?)"),
+        (["tain"], "unknown subcommand 'tain' (did you mean 'train'?)"),
         ([], "required: SUBCOMMAND"),
         (["check", "flattening"], "check runs in one process"),
     ],

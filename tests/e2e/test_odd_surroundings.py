@@ -47,10 +47,6 @@ threading.Thread.start = start
     assert "may not start another thread" in text and "(reported by rank 0 of 2)" in text
 
 
-def test_too_few_open_files():
-    assert refusal(f"ulimit -n 40; {RANKS}").startswith("the limit of open files on ")
-
-
 @pytest.mark.skipif(not may_unshare("-n"), reason="needs a network namespace")
 def test_no_loopback():
     text = refusal(f"unshare -n {RANKS}")
@@ -61,14 +57,14 @@ def test_no_loopback():
 def test_shared_memory_that_mpi_does_not_fit_into():
     train = f"{' '.join(mpi_command(2))} {sys.executable} -m rlhf_spmd train"
     text = refusal(f"unshare -m sh -c 'mount -t tmpfs -o size=1m tmpfs /dev/shm && {train}'", None)
-    assert "most likely /dev/shm is too small: it has 1 MiB" in text and "--shm-size=1g" in text
+    assert "or /dev/shm is too small for MPI" in text and "--shm-size=1g" in text
 
 
 def test_no_working_folder(tmp_path):
     gone = tmp_path / "gone"
     enter = f"mkdir {gone}; cd {gone}; rmdir {gone}; {sys.executable} -m rlhf_spmd"
     assert refusal(f"{enter} train").startswith("the working folder is gone ")
-    assert "; the working folder is gone (No such file or directory): " in refusal(f"{enter} check mine.py")
+    assert "the working folder is gone (No such file or directory): " in refusal(f"{enter} check mine.py")
 
 
 def test_a_run_in_odd_surroundings(tmp_path):
@@ -102,6 +98,4 @@ def test_an_interactive_step_of_slurm(more):
     assert (found, out) == (2, "") and "as in a shell of `srun --pty`, start the ranks there with `mpirun -n 4`" in err
     step["SLURM_PROCID"] = "2"
     found, out, err = run_limited([*command, "algorithms"], limit_s=LIMIT_S, environment=environment_alone(**step))
-    assert (found, out) == (0, "") and err == (
-        "rlhf_spmd: note: algorithms runs in one process: copy 2 of 4 (SLURM_STEP_NUM_TASKS) leaves it to copy 0\n"
-    )
+    assert (found, out) == (0, "") and err == ("rlhf_spmd: note: algorithms runs in one process: copy 0 of 4 does it\n")

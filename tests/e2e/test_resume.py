@@ -140,7 +140,7 @@ def refused(warm):
         (["iterations=2"], ["iterations=2, but", "has done 3"]),
         (["--preset", "tiny"], ["--preset and --resume", "drop --preset"]),
         (["--strategy", "no_such"], ["unknown strategy 'no_such'"]),
-        (["strategy.no_such=1"], ["no option 'no_such'"]),
+        (["strategy.no_such=1"], ["unknown option 'no_such'"]),
     ],
 )
 def test_what_would_be_another_run_is_refused(finished, options, words, refused):

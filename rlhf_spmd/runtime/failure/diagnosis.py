@@ -29,6 +29,12 @@ class InstructionNeeds(NamedTuple):
     text: str
     needs: Needs
 
+    @classmethod
+    def of(cls, values: Any) -> "InstructionNeeds":
+        """Makes one from its values in JSON. Raises ValueError and TypeError."""
+        text, needs = values
+        return cls(str(text), tuple((int(rank), int(position)) for rank, position in needs))
+
 
 @dataclass(frozen=True, slots=True)
 class WaitGraph:
@@ -41,12 +47,11 @@ class WaitGraph:
         """Returns the wait graph of a compiled program. A Post waits for no rank."""
         places, lists = places_of(program), []
         for rank, instructions in enumerate(program.instructions):
-            needs = [
-                () if isinstance(instruction, Post) else needs_of(program, rank, instruction, places)
-                for instruction in instructions
-            ]
-            texts = [text_of(program, instruction) for instruction in instructions]
-            lists.append(tuple(map(InstructionNeeds, texts, needs)))
+            needs = []
+            for instruction in instructions:
+                waits = () if isinstance(instruction, Post) else needs_of(program, rank, instruction, places)
+                needs.append(InstructionNeeds(text_of(program, instruction), waits))
+            lists.append(tuple(needs))
         return cls(tuple(lists))
 
     def write(self, folder: Path) -> None:
@@ -61,7 +66,7 @@ class WaitGraph:
         can't be read."""
         values = json_object(folder / FOLDER / FILE)
         try:
-            return cls(tuple(tuple(map(_needs_of_json, instructions)) for instructions in values["ranks"]))
+            return cls(tuple(tuple(map(InstructionNeeds.of, instructions)) for instructions in values["ranks"]))
         except (ValueError, KeyError, TypeError, OverflowError):
             return None
 
@@ -69,11 +74,6 @@ class WaitGraph:
         """Returns an instruction of a rank; None if there is none at this position."""
         instructions = self.of_rank[rank] if 0 <= rank < len(self.of_rank) else ()
         return instructions[position] if 0 <= position < len(instructions) else None
-
-
-def _needs_of_json(value: Any) -> InstructionNeeds:
-    text, needs = value
-    return InstructionNeeds(str(text), tuple((int(rank), int(position)) for rank, position in needs))
 
 
 def text_of(program: Program, instruction: Instruction) -> str:
@@ -115,10 +115,9 @@ class RankState:
     def name(self) -> str:
         return f"rank {self.rank} (host {self.host})"
 
-    def describe(self, num_instructions: int = 0) -> str:
+    def describe(self) -> str:
         """Describes a rank for messages: action, position, time and trouble."""
         place = "" if self.position == NOWHERE else f", instruction {self.position}"
-        place += f" of {num_instructions}" if place and num_instructions else ""
         trouble = f"; {self.trouble}" if self.trouble else ""
         return f"{self.text or 'nothing'}{place}, for {self.for_s:.1f} s{trouble}"
 
@@ -138,16 +137,12 @@ def diagnose(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence
     for state in states:
         instruction = graph.instruction(state.rank, state.position) if graph else None
         missing[state.rank] = late_ranks(instruction.needs, state.iteration, by_rank) if instruction else ()
-    troubled = tuple(state.rank for state in states if state.trouble)
-    if troubled:
-        others = tuple(rank for rank in by_rank if rank not in troubled)
-        return _divergence(by_rank, troubled, others, missing, graph)
     awaited = sorted({other for others in missing.values() for other in others})
-    if not awaited:
+    late = tuple(state.rank for state in states if state.trouble)
+    if not late and not awaited:
         return _all_arrived(states, graph)
-    late = tuple(rank for rank in awaited if not missing[rank]) or _cycle(missing, by_rank)
-    waiting = tuple(rank for rank, others in missing.items() if set(others) & set(late))
-    return _divergence(by_rank, late, waiting, missing, graph)
+    late = late or tuple(rank for rank in awaited if not missing[rank]) or _cycle(missing, by_rank)
+    return _divergence(by_rank, late, missing)
 
 
 def late_ranks(needs: Needs, iteration: int, by_rank: Mapping[int, RankState | Position]) -> tuple[int, ...]:
@@ -173,26 +168,21 @@ def _cycle(missing: Mapping[int, Sequence[int]], by_rank: Mapping[int, RankState
 
 
 def _divergence(
-    by_rank: Mapping[int, RankState],
-    late: tuple[int, ...],
-    waiting: tuple[int, ...],
-    missing: Mapping[int, Sequence[int]],
-    graph: WaitGraph | None,
+    by_rank: Mapping[int, RankState], late: tuple[int, ...], missing: Mapping[int, Sequence[int]]
 ) -> Divergence:
     sentences = []
     for rank in late:
-        state, problem = by_rank[rank], f"{by_rank[rank].name} makes no progress"
-        waits_for_it = [by_rank[other] for other in waiting if rank in missing[other]]
-        if waits_for_it:
-            first = min(waits_for_it, key=lambda other: (other.iteration, other.position))
-            others = [other.rank for other in waits_for_it if other.text == first.text]
-            wait = f"{name_ranks(others)} {'wait' if len(others) > 1 else 'waits'}"
-            problem = f"{state.name} did not reach {first.text}, where {wait} for it"
-        length = len(graph.of_rank[rank]) if graph and rank < len(graph.of_rank) else 0
-        sentences.append(f"{problem}; it is in {state.describe(length)}")
+        state, problem = by_rank[rank], "makes no progress"
+        waiting = [by_rank[other] for other, needed in missing.items() if rank in needed]
+        if waiting:
+            first = min(waiting, key=lambda other: (other.iteration, other.position))
+            others = [other.rank for other in waiting if other.text == first.text]
+            problem = f"did not reach {first.text}, where {name_ranks(others)} wait for it"
+        sentences.append(f"{state.name} {problem}; it is in {state.describe()}")
     if late and all(missing[rank] and not by_rank[rank].trouble for rank in late):
         sentences.append(f"{name_ranks(late)} wait for one another: they entered different collectives")
-    return Divergence(late, waiting, ". ".join(sentences))
+    rest = tuple(rank for rank in by_rank if rank not in late)
+    return Divergence(late, tuple(rank for rank in rest if set(missing[rank]) & set(late)), ". ".join(sentences))
 
 
 def _all_arrived(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence | None:

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import resource
 import socket
 import traceback
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,25 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 WRITING = (*NO_ROOM, errno.EFBIG, errno.EROFS)  # nothing that is read fails with these
 DISK = (*WRITING, errno.EIO, errno.ESTALE)
 NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM)
-NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+NO_MEMORY = ("MemoryError", "not enough memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
 NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")  # Python's RuntimeError; C++'s and gloo's
 NO_DESCRIPTOR = ("Too many open files", "File table overflow")
 NO_DEVICE = ("unsupported gloo device", "Unable to find address for")
+MEANINGS = {  # words in the first line of a foreign error -> what it means
+    NO_MEMORY: "this process ran out of memory ({}); lower micro_batch or generation.max_sequences, raise the ZeRO "
+    "stage or tp, start more ranks, or raise the limit (`ulimit -v`, the job's control group)",
+    NO_DESCRIPTOR: "this process has too many open files ({}); raise the limit (`ulimit -n`)",
+    NO_THREAD: "this process ran out of memory, or may not start another thread ({}); compare the limits `ulimit -u` "
+    "and pids.max of the job's control group with the threads that run, or lower micro_batch",
+    NO_DEVICE: "gloo can't open a network device ({}); check GLOO_DEVICE_TRANSPORT and GLOO_SOCKET_IFNAME",
+}
+ADVICE = {
+    (errno.EMFILE, errno.ENFILE): "raise the limit of open files (`ulimit -n`)",
+    (errno.EFBIG,): "raise the limit of the size of a file (`ulimit -f`)",
+    NO_ROOM: "make room there",
+    (errno.EACCES, errno.EPERM): "ask its owner for the rights (chmod g+rX, also for the folders around it)",
+    NO_FILE: "put a file there",
+}
 # In messages that torch.distributed's backends raise if a peer is late or gone (they have no own exception type).
 PEER_ERRORS = ("gloo", "timed out", "timeout", "connection", "nccl", "peer", "socket")
 LATE_ERRORS = ("timed out", "timeout")
@@ -71,47 +85,22 @@ def is_lost(error: BaseException) -> bool:
 
 def explain(error: BaseException) -> str | None:
     """Explains foreign errors that a user can fix: memory, limits, disk, network; None for all others."""
-    text, kind = str(error), type(error).__name__
-    first = text.partition("\n")[0][:200]
-    name = getattr(error, "filename", None)
-    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or _has(first, NO_MEMORY):
-        return (
-            f"this process ran out of memory ({kind}{first and f': {first}'}); lower micro_batch or "
-            "generation.max_sequences, raise the ZeRO stage or tp, start more ranks, or raise the limit (`ulimit -v`, "
-            "the job's control group)"
-        )
-    if _has(text, NO_DESCRIPTOR):
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"this process has too many open files ({first}); raise the limit (`ulimit -n`, now {limit})"
-    if _has(first, NO_THREAD):
-        return (
-            f"this process ran out of memory, or may not start another thread ({kind}: {first}); compare the limits "
-            "`ulimit -u` and pids.max of the job's control group with the threads that run, or lower micro_batch"
-        )
-    if isinstance(error, RuntimeError) and _has(first, NO_DEVICE):
-        return f"gloo can't open a network device ({first}); check GLOO_DEVICE_TRANSPORT and GLOO_SOCKET_IFNAME"
+    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    for words, meaning in MEANINGS.items():
+        if _has(text, words):
+            return meaning.format(text)
     if isinstance(error, OSError) and error.errno in DISK:
-        where = f" {name}" if name else ""
-        if error.errno in WRITING:
-            return f"{error.strerror} when writing{where}: {advice(error)}, or write elsewhere (--runs or --out)"
-        return f"{error.strerror} when reading or writing{where}: {advice(error)}"
-    if isinstance(error, OSError) and error.errno in NO_FILE and name:
-        return f"{name} can't be opened: {error.strerror}; {advice(error)}, or name another file"
-    if is_peer_error(error):
-        return f"the connection to another rank broke or is late ({first})"
-    return None
+        elsewhere = ", or write elsewhere (--runs or --out)" if error.errno in WRITING else ""
+        return f"{error.strerror} when reading or writing {error.filename or 'a file'}: {advice(error)}{elsewhere}"
+    if isinstance(error, OSError) and error.errno in NO_FILE and error.filename:
+        return f"{error.filename} can't be opened: {error.strerror}; {advice(error)}, or name another file"
+    return f"the connection to another rank broke or is late ({text})" if is_peer_error(error) else None
 
 
 def advice(error: OSError) -> str:
     """Advises how to make it possible to open or write a file."""
-    kinds = {
-        "raise the limit of open files (`ulimit -n`)": (errno.EMFILE, errno.ENFILE),
-        "raise the limit of the size of a file (`ulimit -f`)": (errno.EFBIG,),
-        "make room there": NO_ROOM,
-        "ask its owner for the rights (chmod g+rX, also for the folders around it)": (errno.EACCES, errno.EPERM),
-        "put a file there": NO_FILE,
-    }
-    return next((text for text, numbers in kinds.items() if error.errno in numbers), "check the disk and the rights")
+    fitting = (text for numbers, text in ADVICE.items() if error.errno in numbers)
+    return next(fitting, "check the disk and the rights")
 
 
 def deadline_error(late: Late, rank: int, hosts: Sequence[str], last: Mapping[int, str]) -> DeadlineError:
@@ -165,17 +154,21 @@ def difference(what: str, views: Sequence[Mapping[str, str]], hosts: Sequence[st
 
 def merge_messages(failures: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) -> str:
     """Merges the messages of all ranks that failed in the same block: a traceback, else each error once."""
-    crashed = [rank for rank, failure in failures.items() if "crash" in failure]
-    if crashed:
-        return f"{failures[crashed[0]]['crash'].rstrip()}\n(on {name_ranks(crashed, hosts)} of {len(hosts)})"
     by_text: dict[str, list[int]] = {}
     for rank, failure in failures.items():
-        by_text.setdefault(failure["error"], []).append(rank)
+        by_text.setdefault(failure.get("crash") or f"{PREFIX}{failure['error']}", []).append(rank)
+    crashes = [failure["crash"] for failure in failures.values() if "crash" in failure]
     lines = []
-    for text, ranks in by_text.items():
+    for text in crashes[:1] or by_text:
+        ranks = sorted(by_text[text])
         suffix = "" if len(ranks) == len(hosts) else f" (on {name_ranks(ranks, hosts)} of {len(hosts)})"
-        lines.append(f"{PREFIX}{text}{suffix}")
+        lines.append(f"{text.rstrip()}{suffix}")
     return "\n".join(lines)
+
+
+def within(where: str) -> str:
+    """Returns a position of a rank as the end of a sentence."""
+    return where if where.startswith("after ") else f"in {where}"  # between two actions
 
 
 def report(error: BaseException, reporter: str, where: str, go_on: str) -> str:
@@ -187,10 +180,9 @@ def report(error: BaseException, reporter: str, where: str, go_on: str) -> str:
     text = str(error) if isinstance(error, UserError) else explain(error)
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted by SIGINT"
-    position = where if where.startswith("after ") else f"in {where}"
-    parts = [f"reported by {reporter}"] * bool(reporter) + [position] * bool(where)
+    parts = [f"reported by {reporter}"] * bool(reporter) + [within(where)] * bool(where)
     is_complete = isinstance(error, DeadlineError | PeerError)  # these name ranks and position themselves
     by = f" ({', '.join(parts)})" if parts and not is_complete else ""
     trace = "".join(traceback.format_exception(error)).rstrip()
-    message = f"{PREFIX}{text}{by}" if text is not None else f"{trace}\n{by.strip()}"
+    message = f"{trace}\n{by.strip()}" if text is None else f"{PREFIX}{text}{by}"
     return f"{message}\n{go_on}".rstrip()

@@ -22,6 +22,7 @@ LAUNCHERS = (
 # number of processes, and of those on this node; the innermost launcher first (srun only tells the nodes)
 ON_NODE = (("PMI_SIZE", "MPI_LOCALNRANKS"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
 NUMBER = re.compile(r"[0-9]{1,9}")
+MPICH_FILE = re.compile(r"(/dev/shm/mpich_shm_\S+)\n")  # an unlinked file has "(deleted)" behind it
 OF_MPICH = ("PMI_SIZE", "PMI_RANK", "PMI_FD")
 # How variables begin by which a launcher tells a process its place in an MPI world.
 OF_A_RANK: tuple[str, ...] = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIEXEC_", "SLURM_STEP")
@@ -184,8 +185,5 @@ def unlink_shared_memory(process: int | str = "self") -> None:
     with the same ids and more ranks would fail.
     """
     with suppress(OSError), open(f"/proc/{process}/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            fields = line.split()  # an unlinked file has one more field: "(deleted)"
-            if len(fields) == 6 and fields[5].startswith("/dev/shm/mpich_shm_"):
-                os.unlink(fields[5])
-                return
+        for path in MPICH_FILE.findall(maps.read()):
+            os.unlink(path)

@@ -15,23 +15,27 @@ import atexit
 import ctypes
 import faulthandler
 import os
-import re
 import signal
 import socket
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Set
-from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 from rlhf_spmd.files import output
 from rlhf_spmd.runtime.failure import launcher, processes
+from rlhf_spmd.runtime.failure.failures import within
 from rlhf_spmd.runtime.failure.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.failure.processes import LIBC, PR_SET_NAME, PR_SET_PDEATHSIG
-from rlhf_spmd.runtime.failure.records import DONE, Record, keep_compiled, keep_message, remove_node_files
+from rlhf_spmd.runtime.failure.records import (
+    DONE,
+    SHARED_MEMORY,
+    Record,
+    keep_compiled,
+    keep_message,
+    remove_node_files,
+)
 from rlhf_spmd.runtime.failure.signals import ASKED_BY, signal_name
-from rlhf_spmd.runtime.failure.surroundings import lack_of_shared_memory, shared_memory_bytes
 
 TICK_S = 0.5  # between two looks at the child
 LEAVE_S = 20.0  # for a rank whose work is over, and then for its supervisor
@@ -45,8 +49,6 @@ FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE
 FROM_KERNEL = 0x80  # si_code of a signal from the terminal, which the rank also receives
 LOST_STATUS = 128 + signal.SIGKILL
 STACK_LINES = 6
-OOM_KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
-OOM_TICKS = 20  # a rank that dies within this time after an out-of-memory kill on its host may have been its victim
 
 
 def supervised() -> Record:
@@ -233,8 +235,6 @@ class Supervisor(Parent):
         """
         super().__init__(record, child, launcher)
         self.front, self.stack = front, stack
-        self.shared_memory = shared_memory_bytes()  # before MPI takes its part
-        self.num_oom_kills = deque([_num_oom_kills()], maxlen=OOM_TICKS)  # on this host, at the last ticks
         self.asked: set[int] = set()
 
     def pass_on(self, received: Received) -> None:
@@ -267,7 +267,6 @@ class Supervisor(Parent):
             state, record.processor_s, record.memory_bytes = fields
             record.most_memory_bytes = max(record.most_memory_bytes, record.memory_bytes)
             record.beat_s, record._state = time.time(), state.encode()
-        self.num_oom_kills.append(_num_oom_kills())
         record.keep()
         self.check_late(name_of(record), bool(record.left), LEAVE_S)
 
@@ -284,11 +283,9 @@ class Supervisor(Parent):
         lost = not asked if number else bool(record.host) and not record.left
         status = 128 + number if number else status or int(lost)
         try:
-            by_kernel = _num_oom_kills() > self.num_oom_kills[0]
             clean_up()
             if lost and self.may_report():
-                text = exit_message(record, most_bytes, by_kernel=by_kernel, shared_memory=self.shared_memory)
-                self.report(text + self._stack(), status)
+                self.report(exit_message(record, most_bytes) + self._stack(), status)
         except Exception:  # whatever it is, the rank has ended
             output.say(traceback.format_exc())
         finally:
@@ -318,39 +315,29 @@ def name_of(record: Record) -> str:
 
 def place_of(record: Record) -> str:
     """Describes where a rank ended."""
-    if not record.num_begun:
-        return "before it had joined the other ranks"
-    after = record.where.startswith("after ")  # between two actions
-    return record.where if after else f"in {record.where}"
+    return within(record.where) if record.num_begun else "before it had joined the other ranks"
 
 
 def lost_message(record: Record) -> str:
     """Returns the message about a rank whose supervisor, or the front of that, was killed."""
     text = f"the supervisor of {name_of(record)} was killed (SIGKILL), and the rank with it, {place_of(record)}"
-    return f"{text}: a user or the batch system did it" + _go_on(record)
+    return f"{text}: a user or the batch system did it{_go_on(record)}"
 
 
-def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_memory: tuple[int, int] = (0, 0)) -> str:
-    """Returns the message about a rank that ended by a signal or its own exit.
-
-    by_kernel: perhaps killed for lack of memory.
-    shared_memory: size and free bytes on this node before MPI was loaded.
-    """
-    lack = "" if record.host else lack_of_shared_memory(launcher.num_on_node(os.environ), *shared_memory)
-    since = f", {time.time() - record.now.since_s:.1f} s after that began" if record.num_begun else ""
-    used = f"{most_bytes / 2**30:.1f} GiB"
-    if record.signal == signal.SIGKILL and by_kernel:
-        why = f"this host's kernel just killed processes because memory ran out; this one used {used} at most"
-    elif record.signal == signal.SIGKILL:
-        why = f"a user or the batch system sent it, perhaps because of the memory used ({used} at most)"
+def exit_message(record: Record, most_bytes: int) -> str:
+    """Returns the message about a rank that ended by a signal or its own exit."""
+    why = "its code called exit (os._exit, or exit in compiled code)"
+    if record.signal == signal.SIGKILL:
+        used = f"the memory used was {most_bytes / 2**30:.1f} GiB at most"
+        why = f"a user or the batch system sent it, or the kernel where memory ran out; {used}"
     elif record.signal in FAULTS:
-        why = lack or f"its own code failed, most likely compiled code (memory {used} at most)"
+        other = "it could not start a thread (`ulimit -u`)"
+        if not record.host:
+            other = f"{SHARED_MEMORY} is too small for MPI (`docker run --shm-size=1g`)"
+        why = f"its own code failed, most likely compiled code, or {other}"
     elif record.signal:
         why = "another process, or its own code, sent it"
-    else:
-        why = "its code called exit (os._exit, or exit in compiled code)"
-    if record.signal == signal.SIGABRT and not lack:
-        why += ", or it could not start a thread (`ulimit -u`)"
+    since = f", {time.time() - record.now.since_s:.1f} s after that began" if record.num_begun else ""
     ended = f"was ended by {signal_name(record.signal)}" if record.signal else f"exited with {record.status}"
     return f"{name_of(record)} {ended} {place_of(record)}{since}: {why}" + _go_on(record)
 
@@ -358,13 +345,3 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_mem
 def _go_on(record: Record) -> str:
     go_on = resume_hint(record.run, record.size)
     return f".\n{go_on}" if go_on else ""
-
-
-def _num_oom_kills() -> int:
-    """Returns how many processes the kernel has killed for lack of memory, on this host and, if known, in this
-    container."""
-    num = 0
-    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
-        with suppress(OSError), open(path, "rb", buffering=0) as file:
-            num += sum(map(int, OOM_KILLS.findall(file.read(2**16))))
-    return num

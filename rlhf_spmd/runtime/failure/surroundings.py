@@ -1,6 +1,4 @@
-"""What a rank needs from its machine: the working folder, open files, shared memory, and an address that answers. A
-missing resource would otherwise surface later as an unrelated error. No torch, no MPI.
-"""
+"""What a rank needs from its machine: the working folder, open files, and an address that answers. No torch, no MPI."""
 
 import os
 import resource
@@ -8,14 +6,8 @@ import socket
 from collections.abc import Iterable
 from contextlib import suppress
 
-import psutil
-
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.failure.records import SHARED_MEMORY
 
-OPEN_FILES = 32  # of a rank beyond those it has when torch is started, without connections: 26 measured on 1-8 ranks
-MPI_BYTES = 8 << 20  # of shared memory that MPI may need for a rank: 5.4 MB measured, MPICH 5.0 with 1-16 ranks
-MPI_LEAST = 24 << 20  # for any number of ranks: 2 used 10 MiB of 24, and ended by SIGSEGV with 17 and with 20
 ANSWER_S = 10.0
 
 
@@ -47,21 +39,11 @@ def check_common_folder(folders: Iterable[tuple[str, int]]) -> None:
             )
 
 
-def check_open_files(num_connections: int) -> None:
-    """Raises the limit of open files if it is too low for so many connections of this rank, or UserError if it must
-    not be raised."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = psutil.Process().num_fds() + OPEN_FILES + num_connections
-    if soft == resource.RLIM_INFINITY or needed <= soft:
-        return
+def raise_open_files() -> None:
+    """Raises the limit of open files as far as this process may; what is still missing is named where it is met."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-        return
-    rounded = -(-needed // 100) * 100  # the same for all ranks, which differ by what their launcher has opened
-    raise UserError(
-        f"the limit of open files on {socket.gethostname()} is {soft} (`ulimit -n`), but this rank may need up to "
-        f"{rounded}: raise the limit where the job is started"
-    )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def check_answer(address: str) -> None:
@@ -79,25 +61,3 @@ def check_answer(address: str) -> None:
 def reach(address: str, port: int) -> None:
     """Connects once. Raises OSError with the reason, after ANSWER_S at most."""
     socket.create_connection((address, port), ANSWER_S).close()
-
-
-def shared_memory_bytes() -> tuple[int, int]:
-    """Returns the size of shared memory on this machine, and how much of it is free."""
-    with suppress(OSError):
-        usage = psutil.disk_usage(SHARED_MEMORY)
-        return usage.total, usage.free
-    return 0, 0
-
-
-def lack_of_shared_memory(num_ranks: int, num_bytes: int, num_free: int) -> str:
-    """Returns the reason why MPI may have failed at its start with so many ranks on this node: size and free bytes of
-    its shared memory then. Empty if they suffice."""
-    needed = max(MPI_LEAST, MPI_BYTES * num_ranks)
-    if not num_ranks or num_free >= needed:
-        return ""
-    size = f"{max(1, needed >> 29)}g"
-    return (
-        f"most likely {SHARED_MEMORY} is too small: it has {num_bytes / 2**20:.3g} MiB, {num_free / 2**20:.3g} MiB of "
-        f"them free, and MPI may need {needed / 2**20:.3g} MiB for the ranks on this node; enlarge it (`docker run "
-        f"--shm-size={size}`, `mount -o remount,size={size} {SHARED_MEMORY}`), or start fewer ranks here"
-    )

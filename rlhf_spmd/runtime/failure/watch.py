@@ -149,20 +149,17 @@ class Watch:
             trouble = "its store does not answer"
             states.insert(0, RankState(0, world.hosts[0], "", NOWHERE, NOWHERE, quiet_s, trouble))
         divergence = diagnose(states, self.graph)
-        me = name_ranks([world.rank], world.hosts)
-        text = f"no rank has been active for {quiet_s:.0f} s (deadline_s={world.deadline_s:g}), reports {me}: "
-        if divergence is None:
-            return text + "; ".join(f"rank {state.rank} is in {state.describe()}" for state in states)
-        last = [f"  rank {state.rank} last reported: {state.describe()}" for state in states]
-        hint = "\nIf an instruction legitimately idles that long, e.g. in a reward function, raise deadline_s."
-        return "\n".join([text + divergence.text, *last]) + hint
+        lines = [f"  rank {state.rank} last reported: {state.describe()}" for state in states]
+        me, why = name_ranks([world.rank], world.hosts), f"{divergence.text}\n" if divergence else "\n"
+        quiet = f"no rank has been active for {quiet_s:.0f} s (deadline_s={world.deadline_s:g}), reports {me}: "
+        hint = "If an instruction legitimately idles that long, e.g. in a reward function, raise deadline_s."
+        return quiet + why + "\n".join([*lines, hint])
 
     def _state_of(self, rank: int, position: Position) -> RankState:
         now, trouble = time.time(), ""
         if self._is_silent(position):
             fields = process_fields(position.process) if self.world.nodes[rank] == self.world.node else None
-            is_stopped = fields is not None and fields[0] in STOPPED
-            silent = f"it has not reported for {now - position.reported_s:.0f} s"
-            trouble = "it is stopped (SIGSTOP)" if is_stopped else silent
+            trouble = f"it has not reported for {now - position.reported_s:.0f} s"
+            trouble = "it is stopped (SIGSTOP)" if fields is not None and fields[0] in STOPPED else trouble
         place = position.text, position.iteration, position.position
         return RankState(rank, self.world.hosts[rank], *place, now - position.active_s, trouble)

@@ -14,6 +14,7 @@ import ctypes
 import glob
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import stat
@@ -110,14 +111,12 @@ def hints(environ: Mapping[str, str]) -> list[str]:
     if environ.get(VISIBLE, "all").strip() in NOTHING:
         return []
     amd_hidden = any(environ.get(name, "all").strip() in NOTHING for name in AMD_VISIBLE)
-    variables = (VISIBLE,) if amd_hidden else (VISIBLE, *AMD_VISIBLE)
-    files = DRIVER_FILES if amd_hidden else (*DRIVER_FILES, AMD_FILE)
-    evidence = [f"{name}={environ[name].strip()}" for name in variables if name in environ]
-    for pattern in files:
-        evidence += sorted(glob.glob(pattern))
-    if evidence or not amd_hidden:
+    evidence = [f"{VISIBLE}={environ[VISIBLE].strip()}"] if VISIBLE in environ else []
+    if not amd_hidden:
+        evidence += [f"{name}={environ[name].strip()}" for name in AMD_VISIBLE if name in environ]
         evidence += [f"{name}={environ[name]}" for name in ALLOCATED if environ.get(name, "").strip() not in ("", "0")]
-    return evidence
+    files = DRIVER_FILES if amd_hidden else (*DRIVER_FILES, AMD_FILE)
+    return evidence + [path for pattern in files for path in sorted(glob.glob(pattern))]
 
 
 def import_torch(threads: int | None, share: int) -> Any:
@@ -149,16 +148,11 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
 def threads_wanted(environ: Mapping[str, str]) -> int | None:
     """Returns the threads that OMP_NUM_THREADS asks for: of a list, which OpenMP allows for nested regions, the first
     number. None if it is not set or blank. Raises UserError."""
-    text = environ.get(THREADS, "")
-    if not text.strip():
-        return None
+    text = environ.get(THREADS, "").strip()
     first = text.partition(",")[0].strip()
-    if not (first.isascii() and first.isdigit() and len(first) < 9 and 0 < int(first) <= MOST_THREADS):
-        raise UserError(
-            f"{THREADS}={text!r}: give the number of threads of each rank, from 1 to {MOST_THREADS} (of a list as in "
-            f"{THREADS}=4,1 the first number counts), or unset it"
-        )
-    return int(first)
+    if text and not (re.fullmatch("[0-9]{1,8}", first) and 0 < int(first) <= MOST_THREADS):
+        raise UserError(f"{THREADS}={text!r}: give the threads of each rank, from 1 to {MOST_THREADS}, or unset it")
+    return int(first) if text else None
 
 
 # What a rank gets
@@ -185,22 +179,19 @@ def choose_devices(
         return [RankDevice("cpu", None, len(ranks_of[node]), len(ranks_of)) for node in nodes]
     index_of: dict[int, int] = {}
     for ranks in ranks_of.values():
-        blind, host = [rank for rank in ranks if not visible[rank]], hosts[ranks[0]]
-        if len(blind) == len(ranks) or wanted == "shared" and blind:
-            which = f"rank {blind[0]} on " if len(blind) < len(ranks) else ""
+        host, of_rank = hosts[ranks[0]], [[device.identity for device in visible[rank]] for rank in ranks]
+        if not any(of_rank) or wanted == "shared" and not all(of_rank):
             raise UserError(
-                f"device={wanted}, but {which}{host} sees no device{f' ({unseen})' if unseen else ''}: check with "
+                f"device={wanted}, but a rank on {host} sees no device{f' ({unseen})' if unseen else ''}: check with "
                 "nvidia-smi or rocm-smi which devices the driver finds there, and whether CUDA_VISIBLE_DEVICES or "
                 "ROCR_VISIBLE_DEVICES hides them; device=cpu runs on the CPU"
             )
-        of_rank = [[device.identity for device in visible[rank]] for rank in ranks]
         indices = assign(of_rank, is_shared=wanted == "shared")
         if indices is None:
             num = len({identity for identities in of_rank for identity in identities})
             raise UserError(
-                f"{host} has {len(ranks)} rank{'s' * (len(ranks) > 1)} and {num} device{'s' * (num > 1)} for them; "
-                "start one rank per device, or choose device=shared (ranks share devices, through host memory: slow, "
-                "for development) or device=cpu"
+                f"{host} has {len(ranks)} ranks and {num} devices for them; start one rank per device, or choose "
+                "device=shared (ranks share devices, through host memory: slow, for development) or device=cpu"
             )
         index_of |= dict(zip(ranks, indices, strict=True))
     own = [visible[rank][index_of[rank]] for rank in range(len(nodes))]
@@ -257,19 +248,16 @@ def lack_for_kernels(environ: Mapping[str, str]) -> str:
     """Returns what is missing to compile GPU kernels, and the fix; empty if nothing is: Triton and, for the code by
     which it launches each kernel for the first time, a C compiler and Python's headers. Without them the first
     iteration would fail."""
-    import torch
-
     if importlib.util.find_spec("triton") is None:
-        version = torch.__version__
-        return f"whose kernels need the package triton: install the version that torch {version} requires (pip show)"
-    launches = f"whose kernels Triton launches by code that it compiles, but {socket.gethostname()} has no"
+        return "whose kernels need the package triton: install the version that torch requires (pip show torch)"
     names = (environ["CC"],) if "CC" in environ else COMPILERS
-    if not any(map(shutil.which, names)):
-        return f"{launches} C compiler ({' or '.join(names)}): install gcc, or name a compiler in CC"
     scheme = sysconfig.get_default_scheme()  # Debian's own one names a folder that need not exist
     include = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
-    if not os.path.isfile(os.path.join(include, "Python.h")):
-        return f"{launches} Python.h in {include}: install the headers of this Python (python3-dev or python3-devel)"
+    if not any(map(shutil.which, names)) or not os.path.isfile(os.path.join(include, "Python.h")):
+        return (
+            f"whose kernels Triton launches by code that it compiles with {' or '.join(names)} and {include}/Python.h: "
+            f"install both on {socket.gethostname()} (gcc, python3-dev), or name a compiler in CC"
+        )
     return ""
 
 

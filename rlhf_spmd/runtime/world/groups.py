@@ -39,8 +39,7 @@ HEARTBEAT, HEARTBEAT_S = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", 480  # after which 
 
 
 def choose_for_mpi(environment: MutableMapping[str, str]) -> None:
-    """Sets, before MPI starts, loopback for a job on one node, else the interface that the user names. Raises UserError
-    if this host has none of that name.
+    """Sets, before MPI starts, loopback for a job on one node, else the interface that the user names.
 
     Between nodes, MPICH's UCX layer publishes a long address, which Slurm's PMI sometimes cuts at 1,024 characters
     ("value not properly terminated"). The libfabric layer's are short. Builds with one layer ignore the variable.
@@ -48,7 +47,6 @@ def choose_for_mpi(environment: MutableMapping[str, str]) -> None:
     if on_one_node(environment):
         environment.update(dict.fromkeys(MPI_VARIABLES, LOOPBACK_INTERFACE))
         return
-    check_interfaces(environment, (INTERFACE_OPTION,))
     if interface := environment.get(INTERFACE_OPTION, "").strip():
         for name in MPI_VARIABLES:
             environment.setdefault(name, interface)
@@ -58,12 +56,12 @@ def choose_for_mpi(environment: MutableMapping[str, str]) -> None:
 
 def on_one_node(environment: Mapping[str, str]) -> bool:
     """Returns whether all processes are on this node, according to the launcher; True without a launcher."""
-    numbers = [number_in(environment, name) for names in ON_NODE for name in names]
-    for everywhere, here in zip(numbers[::2], numbers[1::2], strict=True):
+    known = [[number_in(environment, name) for name in names] for names in ON_NODE]
+    for everywhere, here in known:
         if everywhere is not None and here is not None:
             return everywhere == here
     num_nodes = number_in(environment, SLURM_NODES)
-    return numbers == [None] * len(numbers) if num_nodes is None else num_nodes == 1
+    return num_nodes == 1 or num_nodes is None and known == [[None, None]] * len(known)
 
 
 def choose_for_torch(environment: MutableMapping[str, str], interface: str) -> None:
@@ -73,27 +71,12 @@ def choose_for_torch(environment: MutableMapping[str, str], interface: str) -> N
             environment[name] = value
 
 
-def check_interfaces(environment: Mapping[str, str], names: Sequence[str]) -> None:
-    """Raises UserError if one of these variables names only interfaces that this host does not have. NCCL's holds
-    beginnings of names, perhaps with ports, or after "^" what it must not use, which is not checked."""
-    present = sorted(interface_addresses(socket.AF_INET, socket.AF_INET6))
-    for name in names:
-        text = environment.get(name, "").strip()
-        wanted = [each.lstrip("=").partition(":")[0] for each in text.split(",")]
-        is_known = any(name == NCCL and one.startswith(each) for one in present for each in wanted)
-        if text and not text.startswith("^") and not is_known and not {*wanted} <= {*present}:
-            raise UserError(
-                f"{name}={text}, but {socket.gethostname()} has no such network interface with an address; it has "
-                f"{', '.join(present)}"
-            )
-
-
-def interface_addresses(*families: int) -> dict[str, str]:
-    """Returns an address of every network interface that has one of these families (default: IPv4)."""
+def interface_addresses() -> dict[str, str]:
+    """Returns the IPv4 address of every network interface that has one."""
     addresses: dict[str, str] = {}
     for name, known in psutil.net_if_addrs().items():
         for address in known:
-            if address.family in (families or (socket.AF_INET,)):
+            if address.family == socket.AF_INET:
                 addresses.setdefault(name, address.address)
     return addresses
 
@@ -195,9 +178,7 @@ def file_store(world: Any, timeout_s: float) -> Any:
 
 def connect_store(world: Any, timeout_s: float) -> Any:
     """Connects all ranks of a World to one store -> this rank's connection. Collective."""
-    if not world.one_network:
-        check_interfaces(os.environ, (GLOO, NCCL) if world.computes.kind == "cuda" else (GLOO,))
-    elif world.num_nodes == 1 and (store := file_store(world, timeout_s)) is not None:
+    if world.num_nodes == 1 and world.one_network and (store := file_store(world, timeout_s)) is not None:
         choose_for_torch(os.environ, LOOPBACK_INTERFACE)
         return store
     peers = sorted({host for host in world.hosts if host != world.hosts[0]})

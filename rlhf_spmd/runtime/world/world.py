@@ -37,7 +37,7 @@ from rlhf_spmd.runtime.failure.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.failure.launcher import SECOND_REPORT_S
 from rlhf_spmd.runtime.failure.records import NOWHERE, Positions, Record, forget, keep_message
 from rlhf_spmd.runtime.failure.signals import INTERRUPTED_STATUS
-from rlhf_spmd.runtime.failure.surroundings import check_answer, check_open_files
+from rlhf_spmd.runtime.failure.surroundings import check_answer, raise_open_files
 from rlhf_spmd.runtime.failure.watch import LONGEST_WAIT, Watch
 from rlhf_spmd.runtime.world import devices
 from rlhf_spmd.runtime.world import groups as torch_groups
@@ -304,8 +304,7 @@ class World:
         with self.together("importing torch"):
             if self.one_network:
                 check_answer(torch_groups.LOOPBACK)  # torch would try for a minute, and not tell why
-            of_rank = [ranks for ranks in groups.values() if self.rank in ranks]
-            check_open_files(self.size + sum(len(ranks) for ranks in of_rank))
+            raise_open_files()
             devices.import_torch(threads, self.threads)
             self._device_bytes = devices.select_device(self.computes)
         with self.together("connecting to the store"):

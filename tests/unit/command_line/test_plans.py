@@ -6,8 +6,7 @@ from rlhf_spmd.command_line.plans import Alternative, Misfit, ahead_text, altern
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.machines.calibration_file import load_calibration
-from rlhf_spmd.machines.cluster_calibration import calibration_for
+from rlhf_spmd.machines.calibration_file import calibration_for, load_calibration
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.search.planner import SEPARATION_AHEAD

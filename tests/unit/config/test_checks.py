@@ -19,8 +19,8 @@ def test_settings_that_contradict_each_other():
     assert "min_new_tokens=30" in text and "max_new_tokens=24" in text
     assert "generation.top_k" in refused("generation.top_p=0.9")
     text = refused("mini_batch=7", "reward_workers=2", "eval.every=3", "eval.prompts=", "checkpoint.best=mean@1")
-    starts = ["rollout_batch=128", "reward_workers=2", "eval.every=3", "checkpoint.best=mean@1"]
-    assert [line.startswith(start) for line, start in zip(text.split("\n"), starts, strict=True)] == [True] * 4, text
+    keys = {line.partition("=")[0] for line in text.split("\n")}
+    assert keys == {"rollout_batch", "reward_workers", "eval.every", "checkpoint.best"}
     for temperature in ("1e-45", "9e-7"):
         text = refused(f"generation.temperature={temperature}")
         assert text.startswith(f"generation.temperature={temperature.replace('-7', '-07')}: logits are divided by it")
@@ -33,13 +33,12 @@ def test_settings_that_contradict_each_other():
 def test_options_of_schedules_and_trackers_that_have_no_effect():
     text = refused("optimizer.warmup_steps=3", "optimizer.warmup_ratio=0.1")
     assert text.startswith("optimizer.warmup_steps=3, optimizer.warmup_ratio=0.1: both say how long the warm-up is")
-    assert "ends at the learning rate itself" in refused("optimizer.min_lr_ratio=0.1")
+    assert "without optimizer.schedule=cosine" in refused("optimizer.min_lr_ratio=0.1")
     text = refused("logging.group=a", "logging.tags=b,c")
-    assert (
-        "logging.group=a: it is for" in text and "logging.tags=b,c: it is for" in text and "give wandb=PROJECT" in text
-    )
+    fix = "it has no effect without wandb=PROJECT; give that, or drop the option"
+    assert text.split("\n") == [f"logging.group=a: {fix}", f"logging.tags=b,c: {fix}"]
     load("tiny", ["wandb=p", "logging.tags=b,c", "optimizer.schedule=linear", "optimizer.min_lr_ratio=0.1"])
-    assert refused("eval.at_start=false").startswith("eval.at_start=false: there is no evaluation without prompts")
+    assert "without eval.prompts=FILE" in refused("eval.at_start=false")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_environments_that_contradict_other_options():
         "episode.timeout_s=9",
         "forecast_episodes=1,0,0,0",
     ):
-        assert "for responses that an environment answers" in refused(vain)
+        assert "it has no effect without environment=" in refused(vain)
     assert "episode.max_row_tokens=20, generation.max_new_tokens=24: the first limits" in refused(
         "environment=m:f", "episode.max_row_tokens=20"
     )
@@ -80,7 +79,7 @@ def test_environments_that_contradict_other_options():
     assert (config.row_tokens, config.options.old_logprobs, config.only_function) == (99, "recompute", True)
     assert load("tiny", ["environment=m:f", "ppo.old_logprobs=current"]).options.old_logprobs == "current"
     for algorithm, more, words in (
-        ("sft", [], "algorithm sft generates no responses"),
+        ("sft", [], "the algorithm generates no responses"),
         ("grpo", ["grpo.overlong=shape", "grpo.overlong_buffer=4"], "choose keep or mask"),
         ("grpo", ["grpo.turn_rewards=true"], "needs scale=none"),
         (
@@ -91,5 +90,5 @@ def test_environments_that_contradict_other_options():
     ):
         with pytest.raises(UserError, match=words):
             load(None, ["environment=m:f", "samples_per_prompt=8", *more], algorithm=algorithm)
-    with pytest.raises(UserError, match="grpo.turn_rewards=true: it is for responses that an environment answers"):
+    with pytest.raises(UserError, match="grpo.turn_rewards=true: it has no effect without environment="):
         load(None, ["samples_per_prompt=8", "grpo.turn_rewards=true", "grpo.scale=none"], algorithm="grpo")

@@ -75,20 +75,15 @@ def test_rates_are_ten_times_those_of_full_training_unless_they_are_given():
     [
         (
             ["lora.rank=4", "lora.targets=q_prj"],
-            "lora.targets=q_prj: no layer .* called q_prj .did you mean 'q_proj'..; choose",
+            "lora.targets=q_prj: choose from .* q_proj",
         ),
         (
             ["lora.actor.rank=4", "lora.actor.targets=lm_head"],
-            "lora.actor.targets=lm_head: .* called lm_head; choose from .* q_proj",
+            "lora.actor.targets=lm_head: choose from .* q_proj",
         ),
         (["lora.rank=65"], "lora.actor.rank=65: .* of the actor has a side of .* lower the rank to .*, or leave"),
         (["lora.reference.rank=4"], "unknown option 'lora.reference.rank'"),
-        (["lora.alpha=16"], "^lora.alpha=16.0: no model has adapters; give lora.rank=16, or drop the option$"),
-        (["lora.targets=q_proj", "lora.rslora=true"], "^lora.targets=q_proj: no .*\nlora.rslora=true: no model has"),
-        (
-            ["lora.actor.rank=4", "lora.critic.alpha=8"],
-            "^lora.critic.alpha=8.0: the critic has no adapters; give lora.critic.rank=16, or drop the option$",
-        ),
+        (["lora.alpha=16"], "^lora.alpha=16.0: it has no effect without lora.rank=16"),
         (["lora.rank=4", "lora.generate=merged"], "lora.generate=merged: .*apart.*joined"),
         (
             ["lora.generate=joined"],
@@ -220,8 +215,7 @@ def test_adapters_for_another_base_than_that_of_the_run_are_refused(tmp_path):
     given = [*words, f"models.actor={tmp_path / 'policy'}", f"models.critic={critic}"]
     with pytest.raises(
         UserError,
-        match=f"^lora.base={base}: the critic goes on from the adapter in {critic}, which was made for {other}, whose "
-        "weights are not those of lora.base; drop it, or write",
+        match=f"^lora.base={base}: the adapter in {critic} was made for {other}, whose weights are not those of",
     ):
         load_run(given, f"lora.base={base}")
     bases = make_workload(load_run(given)).bases
@@ -241,14 +235,12 @@ def test_the_adapter_of_a_critic_is_no_language_model(tmp_path):
     make_adapter(tmp_path / "judge", tmp_path / "actor", task="SEQ_CLS")
     load_run(words, f"models.critic={tmp_path / 'judge'}")
     for role in ("actor", "reference"):
-        with pytest.raises(
-            UserError, match=f"^models.{role}=.*judge: .* the adapter of .*SEQ_CLS.*, and the {role} is a"
-        ):
+        with pytest.raises(UserError, match=f"^models.{role}=.*judge: it is an adapter of a critic"):
             load_run(words, f"models.{role}={tmp_path / 'judge'}")
 
 
 def test_a_base_without_an_adapter_is_refused():
-    with pytest.raises(UserError, match=r"lora.base=x: no model is given as the folder of an adapter; drop the option"):
+    with pytest.raises(UserError, match=r"lora.base=x: it has no effect without the folder of an adapter"):
         load("tiny", ["lora.base=x"])
 
 
@@ -289,7 +281,5 @@ def test_dropout_where_no_responses_are_generated(words):
         make_workload(load("tiny", ["lora.rank=2", "lora.dropout=0.1"]))
     with pytest.raises(UserError, match=r"^lora.critic.dropout=0.1: ppo generates"):
         make_workload(load("tiny", ["lora.rank=2", "lora.critic.dropout=0.1"]))
-    with pytest.raises(UserError, match=r"lora.dropout=0.1: no model has adapters; give lora.rank=16"):
-        load("tiny", ["lora.dropout=0.1"], algorithm="sft")
     assert load_run(words).adapters("actor").dropout == 0.0
     assert load_run(words, "lora.dropout=0.1").adapters("actor").dropout == 0.1

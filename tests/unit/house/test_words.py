@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd import __main__ as program
-from rlhf_spmd.command_line.arguments import VERBS, Argument, parse, parser
+from rlhf_spmd.command_line.arguments import VERBS, arguments_of, parse, parser
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 from rlhf_spmd.pages.option_tree import options_of
@@ -119,11 +119,10 @@ def test_a_help_begins_with_a_sentence_and_has_an_example(name, capsys):
 
 
 def test_helps_of_arguments_are_phrases():
-    for verb in VERBS.values():
-        for one in verb.arguments:
-            for argument in [one] if isinstance(one, Argument) else one:
-                text = argument.settings["help"]
-                assert len(text.split()) > 2 and not DANGLING.match(text) and not NOT_PLAIN.search(text), text
+    for verb in VERBS:
+        for settings in arguments_of(verb).values():
+            text = settings["help"]
+            assert len(text.split()) > 2 and not DANGLING.match(text) and not NOT_PLAIN.search(text), text
 
 
 @pytest.mark.parametrize("name", ["", *VERBS])

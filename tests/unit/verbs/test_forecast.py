@@ -105,7 +105,7 @@ def test_a_file_of_options_names_the_strategy(tmp_path, capsys):
         (["flatening"], "did you mean 'flattening'?"),
         ([], "STRATEGY"),
         (["flattening", "--out", "a.pdf"], "give it the ending .png"),
-        (["flattening", "strategy.nothing=1"], "no option 'nothing'"),
+        (["flattening", "strategy.nothing=1"], "unknown option 'nothing'"),
         (["flattening", "--device-type", "h200-141g"], "no calibration of h200-141g is shipped"),
     ],
 )

@@ -17,8 +17,7 @@ from rlhf_spmd.command_line.plans import auto
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.machines.calibration_file import load_calibration
-from rlhf_spmd.machines.cluster_calibration import calibration_for
+from rlhf_spmd.machines.calibration_file import calibration_for, load_calibration
 from rlhf_spmd.machines.cluster_file import read_cluster
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster, Node
@@ -234,7 +233,7 @@ def test_what_fits_nowhere_says_by_how_much_and_what_to_lower(capsys):
         "fits 1x4",
         "75.2 GiB of 80.0 GiB that it may use",
         "; or use more devices",
-        "is reallocation: a device lacks",
+        "is reallocation, even with the smallest KV cache: does not fit: a device lacks",
     ):
         assert words in message
 

@@ -1,7 +1,6 @@
 """`python -m rlhf_spmd rehearse`: what it refuses before it starts any process, and what a fault names."""
 
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -48,9 +47,8 @@ def test_faults(program):
     ("given", "words"),
     [
         ({"kill": "2"}, ("--kill 2", "RANK@CALL")),
-        ({"kill": "9@actor_train"}, ("--kill 9@actor_train", "below 4")),
         ({"kill": "2@actor"}, ("actor_generate",)),
-        ({"kill": "0@actor_train"}, ("rank 0 does not run actor_train",)),
+        ({"kill": "0@actor_train"}, ("--kill 0@actor_train", "a rank of")),
         ({"slow": ["1"]}, ("--slow 1", "RANK=FACTOR")),
         ({"slow": ["1=0"]}, ("above 0",)),
         ({"slow": ["4=2"]}, ("below 4",)),
@@ -61,19 +59,6 @@ def test_faults_that_name_nothing(given, words, program):
     with pytest.raises(UserError) as error:
         rehearse.faults_of(Parsed(**given), program)
     assert all(word in str(error.value) for word in words)
-
-
-@pytest.mark.parametrize(
-    ("limit", "words"),
-    [(resource.RLIMIT_NPROC, ("processes", "ulimit -u")), (resource.RLIMIT_NOFILE, ("open files", "ulimit -n"))],
-)
-def test_a_rehearsal_larger_than_the_machine(limit, words, monkeypatch):
-    rehearse.check_room(2)
-    known = resource.getrlimit
-    monkeypatch.setattr(resource, "getrlimit", lambda one: (10, 10) if one == limit else known(one))
-    with pytest.raises(UserError) as error:
-        rehearse.check_room(4)
-    assert all(word in str(error.value) for word in (*words, "smaller layout"))
 
 
 def test_memory(monkeypatch):
@@ -111,7 +96,7 @@ def test_the_passing_line_is_away_when_the_ranks_start(monkeypatch):
     assert shown == [False]
 
 
-@pytest.mark.parametrize(("out", "told"), [("file", "is a file"), ("run", "is not empty"), (" ", "is empty")])
+@pytest.mark.parametrize(("out", "told"), [("file", "is not new"), ("run", "is not new"), (" ", "is not new")])
 def test_nothing_is_replaced(out, told, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "execve", None)
     monkeypatch.chdir(tmp_path)

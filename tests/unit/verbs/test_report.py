@@ -177,7 +177,7 @@ def test_an_algorithm_that_can_no_longer_be_read(tmp_path):
         (["RUN", "EMPTY", "--out", "page.html"], "EMPTY is not a run folder: config.json does not exist"),
         (["RUN", "BROKEN", "--out", "page.html"], "BROKEN is not a run folder: config.json is cut"),
         (["RUN", "--out", "taken.html"], "pass --overwrite"),
-        (["RUN", "--out", "page.html", "iterations=3"], "report takes no KEY=VALUE"),
+        (["RUN", "--out", "page.html", "iterations=3"], "unknown argument"),
         (["--out", "page.html"], "required: RUN"),
     ],
 )

@@ -23,7 +23,10 @@ def test_a_page_without_generation_has_metrics_of_its_own():
     words = ["eval.prompts=x", "checkpoint.best=loss"]
     config = presets.load("tiny", words, algorithm="dpo")
     assert config.algorithm.is_better_lower("loss") and not config.algorithm.is_better_lower("accuracy")
-    for wrong, says in (("checkpoint.best=mean@1", "are loss, accuracy, "), ("eval.temperature=1", "no responses")):
+    for wrong, says in (
+        ("checkpoint.best=mean@1", "evaluation: loss, accuracy, "),
+        ("eval.temperature=1", "an algorithm that generates"),
+    ):
         with pytest.raises(UserError) as caught:
             presets.load("tiny", [*words, wrong], algorithm="dpo")
         assert says in str(caught.value)

@@ -26,10 +26,10 @@ def test_the_position_reads_as_a_sentence(where, says):
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (MemoryError(), "this process ran out of memory (MemoryError); lower micro_batch"),
+        (MemoryError(), "this process ran out of memory (MemoryError: ); lower micro_batch"),
         (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "this process has too many open files"),
         (OSError(errno.EIO, "broken", "f"), "broken when reading or writing f: check the disk and the rights"),
-        (OSError(errno.EROFS, "no", "f"), "when writing f: check the disk and the rights, or write elsewhere"),
+        (OSError(errno.EROFS, "no", "f"), "writing f: check the disk and the rights, or write elsewhere"),
     ],
 )
 def test_the_advice_fits_the_cause(error, says):

@@ -1,7 +1,6 @@
 """What a rank needs from its machine is compared with what it has, and what is missing is named."""
 
 import os
-import resource
 
 import pytest
 
@@ -27,27 +26,6 @@ def test_a_working_folder_that_a_node_does_not_see(tmp_path):
     surroundings.check_common_folder(seen)
     with pytest.raises(UserError, match=f"does not see the working folder /nope of other ranks, and works in {here}: "):
         surroundings.check_common_folder([*seen, ["/nope", inode + 1]])
-
-
-def test_the_limit_of_open_files_is_raised_or_named(monkeypatch):
-    def limited(soft: int, hard: int) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
-
-        def set_limit(_, limits: tuple[int, int]) -> None:
-            if limits[0] > hard:
-                raise ValueError("not allowed to raise maximum limit")
-            found.append(limits)
-
-        monkeypatch.setattr("psutil.Process.num_fds", lambda _: 30)
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
-        monkeypatch.setattr(resource, "setrlimit", set_limit)
-        surroundings.check_open_files(126)
-        return found
-
-    assert limited(1024, 1024) == limited(resource.RLIM_INFINITY, 4096) == []
-    assert limited(64, 4096) == [(188, 4096)]
-    with pytest.raises(UserError, match=r"the limit of open files on .* is 40 \(`ulimit -n`\).* up to 200: raise"):
-        limited(40, 40)
 
 
 def test_too_few_descriptors_or_threads_are_not_another_ranks_fault():
@@ -77,12 +55,3 @@ def test_an_address_that_does_not_answer():
     surroundings.check_answer("127.0.0.1")
     with pytest.raises(UserError, match="can't reach its own address 192.0.2.1 "):  # of nobody: for documents
         surroundings.check_answer("192.0.2.1")
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "num_free", "lacks"),
-    [(16, 64 << 20, True), (1, 1 << 19, True), (2, 20 << 20, True), (8, 64 << 20, False), (0, 0, False)],
-)
-def test_shared_memory_for_mpi(num_ranks, num_free, lacks):
-    text = surroundings.lack_of_shared_memory(num_ranks, 64 << 20, num_free)
-    assert bool(text) == lacks and (not lacks or text.startswith("most likely /dev/shm is too small: it has 64 MiB, "))

@@ -7,8 +7,7 @@ import pytest
 
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
-from rlhf_spmd.machines.calibration_file import load_calibration
-from rlhf_spmd.machines.cluster_calibration import calibration_for
+from rlhf_spmd.machines.calibration_file import calibration_for, load_calibration
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Machine

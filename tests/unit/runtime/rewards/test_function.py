@@ -88,9 +88,8 @@ def test_missing_files_and_modules(tmp_path, monkeypatch):
     write(tmp_path, "def f(prompts, responses): return 1\n", "mine.txt")
     refusal(lambda: load_reward_function("absent.py:f"), "absent.py", "does not exist", str(tmp_path))
     refusal(lambda: load_reward_function("./mine.txt:f"), "mine.txt", "not a .py file")
-    refusal(lambda: load_reward_function("absent:f"), "no module 'absent'", "file.py:function")
-    refusal(lambda: load_reward_function("absent.deeper:f"), "no module 'absent'")
-    refusal(lambda: load_reward_function("not-a-module:f"), "no module 'not-a-module'")
+    refusal(lambda: load_reward_function("absent:f"), "No module named 'absent'", "file.py:function")
+    refusal(lambda: load_reward_function("not-a-module:f"), "'not-a-module'", ".py")
     refusal(lambda: load_reward_function("mine:f"), "install no_such_package_here", "mine.py, line 1")
     refusal(lambda: load_reward_function("mine.py:f"), "install no_such_package_here", "mine.py, line 1")
 
