@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from rlhf_spmd.plan.cost.answers import generate_s
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.memory import places_of
-from rlhf_spmd.plan.cost.seconds import Cost, Lengths
+from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.cost.simulate import Forecast, Times, simulate
 from rlhf_spmd.plan.layout import Layout, cut
 from rlhf_spmd.plan.placement import weights_layout
@@ -112,35 +112,30 @@ class _Costs:
         layout = weights_layout(call, rank, self.program.workload, self.program.placement)
         return self.cost.gather_s(call, layout, rank)
 
-    def _rows(self, rank: int, run: Run) -> list[Lengths]:
-        """Returns the lengths of the rows of a Run, by mini-batch."""
-        columns, workload = self.program.columns_of(run, rank), self.program.workload
-        return [[workload.row_lengths] * len(columns) for _ in self.program.mini_batches_of(run)]
-
     def _passes(self, rank: int, run: Run, layout: Layout) -> list[tuple[float, float]]:
         """Returns tokens of every micro-batch, and the length of its sequences for attention. If lengths are spread: of
         the slowest shard."""
-        passes: list[tuple[float, float]] = []
-        num = self.program.workload.workflow.placed_call(run.call).num_sequences
-        num_rows, attended = 0, self.cost.attended()
+        workload, attended = self.program.workload, self.cost.attended()
+        num = workload.workflow.placed_call(run.call).num_sequences
+        length = sum(workload.row_lengths)
         if layout.tokens is not None and attended > 1.0:  # rows that no longer fit a micro-batch are long ones
-            wasted = (attended - 1.0) * sum(self.program.workload.row_lengths) / 2
+            wasted = (attended - 1.0) * length / 2
             layout = replace(layout, tokens=max(1, round(layout.tokens - wasted)))
-        for rows in self._rows(rank, run):
-            lengths = [num * (prompt + response) for prompt, response in rows]
-            num_rows += num * len(rows)
-            for part in cut(lengths, layout, layout.micro_batch or self.program.workload.micro_batch):
-                tokens = sum(lengths[part])
-                passes.append((tokens, attended * tokens / (part.stop - part.start) / num))
-        slowest = self.cost.slowest(num_rows, layout, len(passes))
-        return [(slowest * tokens, length) for tokens, length in passes]
+        num_batches, num_rows = len(self.program.mini_batches_of(run)), len(self.program.columns_of(run, rank))
+        parts = cut([num * length] * num_rows, layout, layout.micro_batch or workload.micro_batch) * num_batches
+        slowest = self.cost.slowest(num * num_rows * num_batches, layout, len(parts))
+        passes = []
+        for size in [part.stop - part.start for part in parts]:
+            tokens = size * num * length
+            passes.append((slowest * tokens, attended * tokens / size / num))
+        return passes
 
     def _generate_s(self, call: ModelCall, rank: int, run: Run) -> float:
         """Returns the seconds of generation. While streaming, the rows of all mini-batches are one queue, and each Run
         waits for its part."""
         workload, layout = self.program.workload, self.program.layout_of(run)
         columns = self.program.columns_of(run, rank)
-        rows = [one for some in self._rows(rank, replace(run, mini_batch=None)) for one in some]
+        rows = [workload.row_lengths] * (workload.num_mini_batches * len(columns))
         if not rows:
             return 0.0
         places = self.decoded_of(call.name)[rank]
