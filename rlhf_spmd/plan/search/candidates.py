@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from operator import le
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.answers import generate_s
@@ -158,7 +159,7 @@ class CallCosts:
             front: list[tuple[float, ...]] = []
             for one in sorted(group, key=lambda one: one.costs):
                 costs = one.costs
-                if not any(all(a <= b for a, b in zip(other, costs, strict=True)) for other in front):
+                if not are_beaten(costs, front):
                     front.append(costs)
                     yield one
 
@@ -294,6 +295,11 @@ class CallCosts:
         if call.name in self.gates:
             whole_s += gather_s + self._passes_s(self.gates[call.name], layout, mesh, 1)[0]
         return whole_s, pieces_s / num
+
+
+def are_beaten(costs: tuple[float, ...], front: Iterable[tuple[float, ...]]) -> bool:
+    """Returns whether other costs are nowhere higher."""
+    return any(all(map(le, other, costs)) for other in front)
 
 
 def _worthwhile(found: Iterable[Candidate]) -> Iterator[Candidate]:

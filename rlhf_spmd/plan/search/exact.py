@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
-from operator import le
 
 from rlhf_spmd.plan.search.budget import Budget
-from rlhf_spmd.plan.search.candidates import Candidate, Destination
+from rlhf_spmd.plan.search.candidates import Candidate, Destination, are_beaten
 from rlhf_spmd.plan.search.inference_phase import LastPhase, Left
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.workflow import Infer
@@ -148,7 +147,6 @@ class _Branches:
         self.begun: list[tuple[list[float], list[Candidate | None]]] = []  # bounds, choices of all other calls
         self.failed: list[Left] = []
         self.trained: dict[tuple[object, ...], list[tuple[float, ...]]] = {}  # costs of choices for these calls
-        self.late = {self.phase_of[index] for index in model.trains if index in self.phase_of}
         self.calls = sorted(self.phase_of)
         self.users = {user for train, users in model.models if train is not None for user in users}
         epochs, num = model.workload.epochs, model.workload.num_mini_batches
@@ -301,7 +299,7 @@ class _Branches:
         places = sorted({place for one in chosen if one for place in (one.first, one.stop % len(model.limits))})
         costs = model.schedule_s(chosen, model.trains), *(model.parts_at(chosen, place).peak for place in places)
         front = self.trained.setdefault(tuple(ways), [])
-        if any(all(map(le, before, costs)) for before in front):
+        if are_beaten(costs, front):
             return True
         front.append(costs)
         return False
@@ -309,7 +307,7 @@ class _Branches:
     def _go_on(self, depth: int, index: int) -> None:
         """Visits the next call, unless the last choice is already too slow or too large."""
         if index in self.users and not self.streaming:
-            for late in self.late:
+            for late in set(range(len(self.phases))).difference(self.early):
                 self.bounds[late] = max(self.bounds[late], self._phase_s(late))
             if self._bound_s() >= self.best.goal_s:
                 return

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from operator import ge, le
+from operator import ge
 
 import numpy as np
 
 from rlhf_spmd.plan.search.budget import PRODUCTS, Budget
-from rlhf_spmd.plan.search.candidates import Candidate, Destination
+from rlhf_spmd.plan.search.candidates import Candidate, Destination, are_beaten
 from rlhf_spmd.plan.search.iteration_model import Assignment, CallModel
 
 MOST_PRODUCTS = 1 << 20  # combinations in one array
@@ -171,12 +171,13 @@ def _unbeaten(options: _Options) -> _Options:
     kept = []
     for group in groups.values():
         places = ((*options.needs_4C[2:, at], options.candidates[at].activation_bytes) for at in group)
-        costs = [(options.seconds_C[at], *needs, at) for at, needs in zip(group, places, strict=True)]
         front: list[tuple[float, ...]] = []
-        for cost in sorted(costs):
-            if not any(all(map(le, a[1:4], cost[1:4])) for a in front):
-                front.append(cost)
-        kept += [cost[4] for cost in front]
+        for _, *needs, at in sorted(
+            (options.seconds_C[at], *needs, at) for at, needs in zip(group, places, strict=True)
+        ):
+            if not are_beaten(tuple(needs), front):
+                front.append(tuple(needs))
+                kept.append(at)
     return options.take(np.array(sorted(kept), dtype=int))
 
 

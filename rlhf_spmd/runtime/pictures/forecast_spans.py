@@ -22,6 +22,6 @@ def spans_of_forecast(found: Forecast) -> list[dict[str, object]]:
                 spans.append((f"load {instruction.model}", "transfer", begin_s, end_s))
             elif isinstance(instruction, Agree):
                 spans.append((f"agree on {instruction.what}", "wait", begin_s, end_s))  # sends next to nothing
-        taken = [[*span, 0, {}] for span in spans if span[2] < span[3]]
+        taken: list[list[object]] = [[*span, None, {}] for span in spans if span[2] < span[3]]
         spans_of.append({"rank": rank, "host": f"node {cluster.node_of(rank)}", "spans": taken})
     return spans_of
