@@ -162,36 +162,12 @@ class ModelConfig:
                 f"hidden_size {self.hidden_size} is not a multiple of the {self.num_heads} attention heads, which "
                 "transformers refuses for llama"
             )
-        self._check_rope()
-        self._check_family()
-
-    def _check_rope(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise UserError(f"rope type {self.rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
         for name in ROPE_TYPES[self.rope_type]:
             value = (self.rope_scaling or {}).get(name)
             if not _is_number(value) or value <= 0:
                 raise UserError(f"rope type {self.rope_type!r} needs a positive number {name!r}, not {value!r}")
-
-    def _check_family(self) -> None:
-        """Checks the switches that a family fixes, so that every ModelConfig can be saved."""
-        family, all_layers = self.model_type, tuple(range(self.num_layers))
-        bias = self.attention_bias
-        allowed = {
-            "attention_bias": {"mistral": (False,), "qwen2": (True,)}.get(family, (False, True)),
-            "attention_output_bias": (bias and family in ("llama", "qwen3"),),
-            "mlp_bias": (False, True) if family == "llama" else (False,),
-            "qk_norm": (family == "qwen3",),
-        }
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise UserError(f"a {family} model (attention_bias={bias}) has {name}={values[0]}, not {not values[0]}")
-        if self.sliding_layers and not (self.sliding_window and self.sliding_window > 0):
-            raise UserError(f"sliding_window is {self.sliding_window}, but layers {self.sliding_layers} need one")
-        if family == "llama" and self.sliding_layers:
-            raise UserError("a llama model has no sliding window; give sliding_layers=()")
-        if family == "mistral" and self.sliding_layers not in ((), all_layers):
-            raise UserError(f"a mistral model has a sliding window in all layers or none, not in {self.sliding_layers}")
 
     @property
     def rope_type(self) -> str:

@@ -38,7 +38,6 @@ from rlhf_spmd.model.texts.tokenizer_files import (
     Texts,
     changed_tokens,
     check_ids,
-    named_templates,
     no_chat_template,
     read_backend,
     read_template,
@@ -184,17 +183,10 @@ def write_texts(folder: Path, config: ModelConfig, texts: Texts) -> ModelConfig:
 def _replace_template(folder: Path, text: str) -> None:
     """Writes a chat template in the place of a tokenizer's own and of that for conversations with tools, wherever
     versions of transformers look for it."""
-    settings = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    own, replaced = settings.get("chat_template"), ("default", OF_TOOLS)
-    if isinstance(own, list) and not (named_templates(folder) or (folder / TEMPLATE).is_file()):  # the files win
-        others = [one for one in own if one.get("name") not in replaced]
-        own = [{"name": name, "template": text} for name in replaced[:1]] + others
-    else:
-        own = text
-        (folder / TEMPLATE).write_text(text, encoding="utf-8", newline="")
-        (folder / NAMED_TEMPLATES / f"{OF_TOOLS}.jinja").unlink(missing_ok=True)
-    if settings:
-        weights.write_json(folder / CONFIG, settings | {"chat_template": own})
+    (folder / TEMPLATE).write_text(text, encoding="utf-8", newline="")
+    (folder / NAMED_TEMPLATES / f"{OF_TOOLS}.jinja").unlink(missing_ok=True)
+    if (folder / CONFIG).is_file():
+        weights.write_json(folder / CONFIG, read_json(folder / CONFIG) | {"chat_template": text})
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

@@ -16,7 +16,18 @@ PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")  # of the body
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # that may stand anywhere
 TABLES = "rotary_emb.inv_freq"  # stored in old checkpoints, computed from the config here
 VALUE_HEAD = "v_head"  # of TRL: a layer with a bias, beside a language model
-OF_ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "base_layer", "modules_to_save")
+MERGE = "merge the adapter with peft: model.merge_and_unload().save_pretrained('MERGED'), and give that folder"
+# a part of names that a model lacks -> what to do
+ADVICE = {
+    "lora_": MERGE,
+    "base_layer": MERGE,
+    "score.": "it is a critic or reward model: give a folder saved from AutoModelForCausalLM",
+    VALUE_HEAD: "give the critic another folder, or remove TRL's value head, and it begins with zeros",
+}
+COPY = (
+    "copy all weights, or the config.json that belongs to them, or save the model again from AutoModelForCausalLM with "
+    "save_pretrained()"
+)
 
 
 def hugging_face_names(stored: Iterable[str]) -> dict[str, str]:
@@ -48,45 +59,22 @@ def check_names(file: Path, stored: Mapping[str, str], needed: Collection[str], 
     head: lm or scalar.
     tied: whether the embeddings are the output, too.
     """
-    if adapter := _with_parts(stored.values(), OF_ADAPTERS):
-        raise UserError(
-            f"{file} holds an adapter within its base (tensor {adapter[0]}), which is not read; merge it with peft: "
-            "model.merge_and_unload().save_pretrained('MERGED'), and give that folder"
-        )
-    if head == "lm" and "score.weight" in stored:
-        raise UserError(
-            f"{file} holds a critic or reward model (tensor score.weight), not a language model; give a folder saved "
-            "from AutoModelForCausalLM"
-        )
     fresh = ["score.weight"] if head == "scalar" and "score.weight" not in stored else []
+    value_head = [] if fresh else [VALUE_HEAD]  # beside a language model it is left out; a critic here has no bias
+    ignored = ["lm_head.weight"] if head == "scalar" or tied else []
     missing = [name for name in needed if name not in stored and name not in fresh]
-    if missing:
-        other = next((name for name in stored.values() if name not in HEADS), "none")
-        raise UserError(
-            f"{file} lacks tensor {missing[0]}{_more(missing)}, which config.json requires; its tensors have names "
-            f"such as {other}: copy all weights, or the config.json that belongs to them, or save the model again from "
-            "AutoModelForCausalLM with save_pretrained()"
-        )
-    value_head = _with_parts(stored.values(), [VALUE_HEAD])
-    if fresh and value_head:
-        raise UserError(
-            f"{file} holds a value head of TRL (tensor {value_head[0]}), which a critic here cannot have because of "
-            "its bias; give the critic another folder, or remove these tensors, and it begins with zeros"
-        )
-    ignored = {*value_head, *(["lm_head.weight"] if head == "scalar" or tied else [])}
     extra = [there for name, there in stored.items() if name not in needed and name not in ignored]
-    if extra := [name for name in extra if not name.endswith(TABLES)]:
+    extra = [name for name in extra if not name.endswith(TABLES) and {*name.split(".")}.isdisjoint(value_head)]
+    if missing or extra:
+        advice = next((text for part, text in ADVICE.items() if any(part in name for name in extra)), COPY)
         raise UserError(
-            f"{file} holds tensor {extra[0]}{_more(extra)}, which the model in config.json does not have; the two "
-            "files do not belong together"
+            f"{file} is not the model in config.json, with the head {head}: it {_some('lacks', missing)}"
+            f"{' and ' if missing and extra else ''}{_some('holds', extra)}; {advice}"
         )
     return fresh
 
 
-def _with_parts(names: Iterable[str], parts: Iterable[str]) -> list[str]:
-    """Returns the names that have one of these parts."""
-    return [name for name in names if not {*name.split(".")}.isdisjoint(parts)]
-
-
-def _more(names: Sequence[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+def _some(verb: str, names: Sequence[str]) -> str:
+    """Returns what is wrong with tensors, by the first of them."""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{verb} tensor {names[0]}{more}" if names else ""

@@ -84,19 +84,11 @@ def read_weights(
                 raise UserError(f"{path} lacks tensor {there}, which {INDEX} places there; copy the file again")
             part = file.get_slice(there)
             shape, dtype = tuple(part.get_shape()), part.get_dtype()
-            if name == "score.weight" and shape != tuple(expect[name]):
+            if shape != tuple(expect[name]) or dtype not in _FLOATS:
                 raise UserError(
-                    f"{path}: tensor {there} has shape {list(shape)}, but a critic or reward model has one label: "
-                    f"{list(expect[name])}; give a model trained with num_labels=1"
-                )
-            if shape != tuple(expect[name]):
-                raise UserError(
-                    f"{path}: tensor {there} has shape {list(shape)}, but config.json requires {list(expect[name])}; "
-                    "the two files do not belong together"
-                )
-            if dtype not in _FLOATS:
-                raise UserError(
-                    f"{path}: tensor {there} is stored as {dtype}; only {', '.join(sorted(_FLOATS))} can be trained"
+                    f"{path}: tensor {there} has shape {list(shape)} of {dtype}, but the model in config.json, with "
+                    f"one label if it scores, has {list(expect[name])} of {', '.join(sorted(_FLOATS))}; the two files "
+                    "do not belong together"
                 )
             if parts is not None and name not in parts:
                 continue

@@ -95,39 +95,20 @@ def check_base(
 ) -> None:
     """Checks that an adapter fits a base, given the shapes of its tensors by Hugging Face's names: those of the model
     with the adapter's head. Raises UserError, to which the caller prefixes the folders."""
-    layers = {name.removesuffix(".weight"): shape for name, shape in base.items() if _is_layer(name, shape)}
-    layers |= {path: base[f"{path}.weight"] for path in OUTER if path in factors and f"{path}.weight" in base}
-    for path, (a, b) in factors.items():
-        if path not in layers:
+    layers = [name.removesuffix(".weight") for name, shape in base.items() if _is_layer(name, shape)]
+    layers += [path for path in OUTER if path in factors and f"{path}.weight" in base]
+    if lacking := [path for path in layers if config.adapts(path) and path not in factors]:
+        raise UserError(f"its target_modules name {lacking[0]}, for which it has no factors; copy its files again")
+    of_base = {f"{path}.weight": base[f"{path}.weight"] for path in layers}
+    shapes = {f"{path}.weight": (b.shape[0], a.shape[1]) for path, (a, b) in factors.items()}
+    fits = [(name, shape, of_base.get(name)) for name, shape in shapes.items()]
+    fits += [(name, tensor.shape, base.get(name)) for name, tensor in saved.items()]
+    for name, shape, expected in fits:
+        if shape != expected:
+            has = "no such linear layer" if expected is None else f"{list(expected)} there"
             raise UserError(
-                f"it adapts {path}, which is not a linear layer of the base; give the base that it was made for"
+                f"it has {name} with shape {list(shape)}, and the base has {has}; give the base that it was made for"
             )
-        num_out, num_in = layers[path]
-        if (a.shape[1], b.shape[0]) != (num_in, num_out):
-            raise UserError(
-                f"it adapts {path} as a layer from {a.shape[1]} to {b.shape[0]} numbers, and the base has {num_in} and "
-                f"{num_out} there; give the base that it was made for"
-            )
-        check_rank_of_layer(path, len(a), base[f"{path}.weight"])
-    for path in layers:
-        if config.adapts(path) and path not in factors:
-            raise UserError(f"its target_modules name {path}, for which it has no factors; copy its files again")
-    for name, tensor in saved.items():
-        if name not in base or tensor.shape != base[name]:
-            has = f"{list(base[name])} there" if name in base else "no such tensor"
-            raise UserError(
-                f"its tensor {name} has shape {list(tensor.shape)}, and the base has {has}; give the base that it was "
-                "made for"
-            )
-
-
-def check_rank_of_layer(path: str, rank: int, shape: Size) -> None:
-    """Raises UserError for a rank that is larger than a layer, of which nothing would come but work."""
-    if rank > min(shape):
-        raise UserError(
-            f"the rank {rank} of the adapter of {path} is larger than the layer ({shape[0]} x {shape[1]}); choose a "
-            f"rank of at most {min(shape)}"
-        )
 
 
 def _is_layer(name: str, shape: Size) -> bool:

@@ -16,7 +16,6 @@ from rlhf_spmd.model.adapters.config import AdapterConfig
 from rlhf_spmd.model.adapters.files import (
     PREFIX,
     check_base,
-    check_rank_of_layer,
     read_adapter,
     write_adapter,
 )
@@ -142,28 +141,27 @@ def test_bad_folders(damage, words, folder):
 
 
 def test_another_base():
-    """Layers that it lacks, other sizes, a rank above a layer's, targets without factors, and stored modules."""
+    """Layers that it lacks, other sizes, targets without factors, and stored modules."""
     shapes = {f"{Q.format(i)}.weight": torch.Size([16, 8]) for i in (0, 1)} | {"lm_head.weight": torch.Size([32, 8])}
     factors = {Q.format(i): (torch.zeros(2, 8), torch.zeros(16, 2)) for i in (0, 1)}
     config = AdapterConfig(rank=2, targets=("q_proj",))
     check_base(config, factors, {"lm_head.weight": torch.zeros(32, 8)}, shapes)
-    wide = {path: (torch.zeros(9, 8), torch.zeros(16, 9)) for path in factors}
     for factors_here, saved, words in (
         (
-            {"model.norm": factors[Q.format(0)]},
+            factors | {"model.norm": factors[Q.format(0)]},
             {},
-            "adapts model.norm, which is not a linear layer of the base; give the base",
+            "norm.weight .* has no such linear layer; give",
         ),
-        (factors | {Q.format(2): factors[Q.format(0)]}, {}, "model.layers.2.self_attn.q_proj, which is no"),
-        ({Q.format(0): (torch.zeros(2, 16), torch.zeros(8, 2))}, {}, "from 16 to 8 numbers, and the base has 8 and 16"),
-        (wide, {}, r"rank 9 of .* is larger than the layer \(16 x 8\); choose a rank of at most 8"),
+        (
+            factors | {Q.format(0): (torch.zeros(2, 16), torch.zeros(8, 2))},
+            {},
+            r"shape \[8, 16\], .* has \[16, 8\] there",
+        ),
         ({Q.format(0): factors[Q.format(0)]}, {}, "name model.layers.1.self_attn.q_proj, for which it has no factors"),
-        (factors, {"lm_head.weight": torch.zeros(32, 4)}, r"has shape \[32, 4\], and the base has \[32, 8\] there"),
-        (factors, {"score.weight": torch.zeros(1, 8)}, r"has shape \[1, 8\], and the base has no such tensor"),
+        (factors, {"lm_head.weight": torch.zeros(32, 4)}, r"has lm_head.*shape \[32, 4\], .* has \[32, 8\] there"),
     ):
         with pytest.raises(UserError, match=words):
             check_base(config, factors_here, saved, shapes)
-    check_rank_of_layer(Q.format(0), 8, torch.Size([16, 8]))
 
 
 @pytest.mark.slow

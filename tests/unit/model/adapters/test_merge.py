@@ -108,7 +108,10 @@ def test_mistakes(tmp_path, capsys):
     small = write_model(tmp_path / "small", hidden_size=16, head_dim=4)
     for words, told in (
         (["adapter", "base", "--merge"], "base is a folder that is read; give another one"),
-        (["adapter", "out", "--merge", "--base", "small"], "small: it adapts model.layers.0.mlp.down_proj as a layer"),
+        (
+            ["adapter", "out", "--merge", "--base", "small"],
+            "small: it has model.layers.0.mlp.down_proj.weight",
+        ),
         (["reward", "out", "--merge"], "reward holds an adapter for a base that it does not name; give the folder of"),
         (["reward", "out", "--merge", "--base", "base"], "has no tensor score.weight, so it is not a reward model"),
         (["base", "out", "--merge"], "base holds a whole model, and --merge is for an adapter: give the folder of"),
