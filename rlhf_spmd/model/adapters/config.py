@@ -73,14 +73,15 @@ class AdapterConfig:
     dropout: float = 0.0  # with which it was trained
 
     def __post_init__(self) -> None:
-        for name, rank in {"r": self.rank, **self.rank_pattern}.items():
-            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-                raise UserError(f"the rank of an adapter is {rank!r} ({name}), but must be a whole number from 1 on")
-        for name, alpha in {"lora_alpha": self.alpha, **self.alpha_pattern}.items():
-            if not _is_number(alpha):
-                raise UserError(f"the alpha of an adapter is {alpha!r} ({name}), but must be a number of float32")
-        if not _is_number(self.dropout) or not 0 <= self.dropout <= 1:
-            raise UserError(f"lora_dropout is {self.dropout!r}, but must be a number from 0 to 1")
+        ranks = {"r": self.rank, **self.rank_pattern}
+        numbers = {"lora_alpha": self.alpha, "lora_dropout": self.dropout, **self.alpha_pattern}
+        wrong = [name for name, rank in ranks.items() if type(rank) is not int or rank < 1]
+        wrong += [name for name, number in numbers.items() if not _is_number(number)]
+        if wrong:
+            raise UserError(
+                f"an adapter has {wrong[0]} {(ranks | numbers)[wrong[0]]!r}: ranks are whole numbers from 1 on, alphas "
+                "and dropout numbers of float32"
+            )
         self.rank_of(""), self.alpha_of("")  # so that wrong patterns are named
         if self.task_type not in TASKS:
             raise UserError(f"task_type is {self.task_type!r}, but must be {' or '.join(TASKS)}")
@@ -203,14 +204,12 @@ def _refuse(values: Mapping[str, Any], folder: Path | str) -> None:
     if wrong:
         raise UserError(f"{wrong[0]} is {values[wrong[0]]!r}, which is not supported; {merge_with_peft(folder)}")
     for key, types in _TYPES.items():
-        if values.get(key) is not None and not isinstance(values[key], types):
-            raise UserError(f"{key} is {values[key]!r}, but must be {_WORDS[types[0]]}")
-    names = [name for key in _LISTS if isinstance(given := values.get(key), list) for name in given]
-    if other := [name for name in names if not isinstance(name, str)]:
-        raise UserError(f"names of modules are texts, and {other[0]!r} is none; correct {' or '.join(_LISTS)}")
+        value = values.get(key)
+        names = value if key.endswith(("_modules", "_to_save")) and isinstance(value, list) else []
+        if (value is not None and not isinstance(value, types)) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"{key} is {value!r}, which peft does not write; correct it")
 
 
-_LISTS = ("target_modules", "exclude_modules", "modules_to_save")
 _TYPES: dict[str, tuple[type, ...]] = {
     "target_modules": (list, str),
     "exclude_modules": (list, str),
@@ -221,7 +220,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "alpha_pattern": (dict,),
     "base_model_name_or_path": (str,),
 }
-_WORDS: dict[type, str] = {list: "a list", dict: "an object", str: "a text"}
 
 
 def is_target(values: Mapping[str, Any], path: str) -> bool:

@@ -154,41 +154,33 @@ def padding_token(folder: Path, config: ModelConfig) -> int:
     files in `folder` are changed to pad with it. Without a tokenizer: the model's, or the last possible id.
     """
     names = special_names(folder)
-    text_of, special = _added_tokens(folder) if (folder / BACKEND).exists() else ({}, set[int]())
-    id_of = {text: token_id for token_id, text in text_of.items()}
+    added = _added_tokens(folder) if (folder / BACKEND).exists() else {}
+    id_of = {text: number for number, (text, _) in added.items()}
     ends = {*config.eos_token_ids, id_of.get(names.get("eos_token", ""))}
 
     def allowed(token_id: int | None) -> TypeGuard[int]:
         return token_id is not None and 0 <= token_id < config.vocab_size and token_id not in ends
 
-    own, others = id_of.get(names.get("pad_token", "")), [*filter(allowed, special)]
-    if allowed(own):
-        return own
-    if allowed(config.pad_token_id) and (config.pad_token_id in text_of or not text_of):
-        chosen = config.pad_token_id
-    elif others:
-        chosen = min(others, key=lambda token_id: (_preference(text_of[token_id], names), token_id))
+    pad = id_of.get(names.get("pad_token", ""))
+    special = [number for number, (_, is_special) in added.items() if is_special and allowed(number)]
+    if allowed(pad):
+        return pad
+    if allowed(config.pad_token_id) and (config.pad_token_id in added or not added):
+        pad = config.pad_token_id
+    elif special:
+        texts = {number: added[number][0].lower() for number in special}
+        pad = min(special, key=lambda number: ("pad" not in texts[number], "reserved" not in texts[number], number))
     else:
         return max(filter(allowed, range(config.vocab_size)), default=0)
-    if chosen in text_of:
+    if pad in added:
         for path in (folder / CONFIG, folder / NAMES):
             if path.exists():
-                write_json(path, read_json(path) | {"pad_token": text_of[chosen]})
-    return chosen
+                write_json(path, read_json(path) | {"pad_token": added[pad][0]})
+    return pad
 
 
-def _added_tokens(folder: Path) -> tuple[dict[int, str], set[int]]:
-    """Returns the added tokens by id, and the ids of the special ones."""
+def _added_tokens(folder: Path) -> dict[int, tuple[str, bool]]:
+    """Returns the added tokens by id, and whether each is special."""
     backend = read_backend(folder).get_added_tokens_decoder()
     listed = {number: (text, bool(flags.get("special"))) for text, (number, flags) in listed_tokens(folder).items()}
-    added = {number: (token.content, token.special) for number, token in backend.items()} | listed
-    return {number: text for number, (text, _) in added.items()}, {number for number in added if added[number][1]}
-
-
-def _preference(name: str, names: dict[str, str]) -> int:
-    """Returns the rank of a special token among those to pad with: the lowest one is chosen."""
-    if "pad" in name.lower():
-        return 0
-    if "reserved" in name.lower():
-        return 1
-    return {names.get("bos_token"): 3, names.get("unk_token"): 2}.get(name, 4)
+    return {number: (token.content, token.special) for number, token in backend.items()} | listed
