@@ -37,7 +37,6 @@ from rlhf_spmd.model.texts.tokenizer_files import (
     TOKENIZER_FILES,
     Texts,
     changed_tokens,
-    check_ids,
     no_chat_template,
     read_backend,
     read_template,
@@ -205,7 +204,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     backend = read_backend(folder)
     if changed_tokens(folder, backend):  # by the class that does what tokenizer.json says
         backend = _transformers_tokenizer(folder, "PreTrainedTokenizerFast").backend_tokenizer
-    check_ids(folder, backend)
     return Tokenizer.of_backend(backend, folder)
 
 

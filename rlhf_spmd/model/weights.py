@@ -102,28 +102,17 @@ def read_weights(
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
     """Writes one file, or shards with an index if the tensors are larger than `max_shard_bytes`. Files of an earlier
     save that are no longer part of the model are deleted."""
-    shards: list[dict[str, Tensor]] = [{}]
-    filled = 0
-    for name, tensor in tensors.items():
-        num_bytes = tensor.numel() * tensor.element_size()
-        if shards[-1] and filled + num_bytes > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor
-        filled += num_bytes
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
-        names = [SINGLE]
-    for name, shard in zip(names, shards, strict=True):
-        write_file(folder / name, shard)
-    if len(shards) > 1:
-        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    shards = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=max_shard_bytes)
+    for file, names in shards.filename_to_tensors.items():
+        write_file(folder / file, {name: tensors[name] for name in names})
+    if shards.is_sharded:
+        write_json(folder / INDEX, {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename})
     else:
         (folder / INDEX).unlink(missing_ok=True)
     for old in [folder / SINGLE, *folder.glob("model-?????-of-?????.safetensors")]:
-        if old.name not in names:
+        if old.name not in shards.filename_to_tensors:
             old.unlink(missing_ok=True)
 
 

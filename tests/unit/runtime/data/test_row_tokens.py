@@ -316,13 +316,6 @@ WRONG = {
         [{"prompt": "q", "completion": " "}],
         "line 1: the value of 'completion' is empty: write",
     ),
-    "empty choice": (TWO, [PAIR, PAIR | {"chosen": ""}], "line 2: the value of 'chosen' is empty: write one"),
-    "empty text": (ONE, [{"text": ""}], "line 1: the value of 'text' is empty"),
-    "empty message": (
-        ONE,
-        [{"messages": [user("x"), said("")]}],
-        "line 1: a message of the assistant is empty: write it, or remove the row",
-    ),
     "two forms in a row": (
         TWO,
         [PAIR | {"prompt": [user("q")]}],
@@ -344,44 +337,16 @@ WRONG = {
         r"line 1: the value of 'prompt' is null: give it a value",
     ),
     "no rejected": (TWO, [{"prompt": "q", "chosen": "a"}], "line 1: no key 'rejected'"),
-    "no completion but null": (
-        ONE,
-        [{"prompt": "q", "completion": None}],
-        "line 1: the value of 'completion' is null: give it a value",
-    ),
-    "null in a pair": (TWO, [PAIR | {"rejected": None}], "line 1: the value of 'rejected' is null: give it a value"),
-    "conversations without the prompt that is text": (
-        TWO,
-        [{"prompt": "q", "chosen": [said("a")], "rejected": [user("c"), said("b")]}],
-        "line 1: the conversations have no message in common: write the column 'prompt' as a list of messages",
-    ),
     "an image": (
         ONE,
         [{"messages": [user([{"type": "image", "url": "x"}]), said("b")]}],
         "line 1: message 1 of 'messages' has a part that is not .*: the models here read text only",
     ),
-    "null as content": (ONE, [{"messages": [user(None), said("b")]}], "line 1: message 1 .* has null as 'content'"),
     "no role": (ONE, [{"messages": [{"content": "a"}, said("b")]}], "line 1: message 1 of 'messages' has no 'role'"),
     "half a character in a conversation": (
         ONE,
         [{"messages": [user("a\ud83d"), said("b")]}],
         "line 1: the conversation has half a surrogate pair",
-    ),
-    "nothing that is known": (ONE, [{"question": "q"}], r"line 1: no key 'prompt' \(keys there: 'question'\): add it"),
-    "nothing in common": (
-        TWO,
-        [{"chosen": "a", "rejected": "b"}],
-        "line 1: what 'chosen' and 'rejected' have in common is empty: write one",
-    ),
-    "columns that are not there": (
-        TWO,
-        [{"prompt": [user("q")], "better": [said("a")]}],
-        r"line 1: no key 'chosen' \(keys there: 'prompt', 'better'\): add it",
-    ),
-    "a blank prompt before answers": (
-        TWO,
-        [{"prompt": " ", "chosen": [said("a")], "rejected": [said("b")]}],
-        "line 1: the value of 'prompt' is empty",
     ),
     "no message in common": (
         TWO,
