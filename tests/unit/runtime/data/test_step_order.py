@@ -130,7 +130,7 @@ def test_epochs_are_whole_numbers_of_steps(folder):
             ["mini_batch_tokens=9"],
             "mini_batch_tokens=9: the row of the prompt .* alone has [0-9]+ tokens: raise",
         ),
-        ("sft", ["mini_batch_tokens=30", "sft.epochs=2"], "leave sft.epochs at 1, and give data.epochs"),
+        ("sft", ["mini_batch_tokens=30", "sft.epochs=2"], "give data.epochs in place of it"),
         ("sft", ["mini_batch_tokens=30", "data.epochs=1001"], "of at most 1,000 epochs; give iterations instead"),
         ("grpo", ["mini_batch_tokens=30"], "for algorithms that only learn from responses of the data set"),
         ("sft", ["mini_batch_tokens=30", "data.weights=1"], "rows of files with weights are not cut into steps"),
