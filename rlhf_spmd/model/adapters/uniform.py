@@ -1,7 +1,7 @@
 """Adapters in folders as a run has them: the same rank, scale and targets in all layers. Plain Python without torch."""
 
 import filecmp
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,33 +136,24 @@ def layer_paths(num_layers: int) -> dict[str, list[str]]:
 
 
 def adapters_in(folder: str, base: str) -> tuple[Adapters, AdapterConfig]:
-    """Returns the adapters in a folder. base: the folder of their base. Raises UserError for what is not supported, and
-    if they are not the same in all layers."""
-    values, paths = (
-        read_json(Path(folder) / CONFIG),
-        layer_paths(read_config_json(Path(base) / "config.json").num_layers),
-    )
+    """Returns the adapters in a folder, as options of a run describe them. base: the folder of their base. Raises
+    UserError for what is not supported, and if they are not the same in all layers."""
+    values = read_json(Path(folder) / CONFIG)
+    paths = layer_paths(read_config_json(Path(base) / "config.json").num_layers)
     with naming(Path(folder) / CONFIG):
         every = [*OUTER, *(path for some in paths.values() for path in some)]
         config = from_peft(values, [path for path in every if is_target(values, path)], folder)
-        return as_of_run(config, paths, folder), config
-
-
-def as_of_run(config: AdapterConfig, paths: Mapping[str, list[str]], folder: str) -> Adapters:
-    """Converts an adapter to the options with which a run describes it. Raises UserError if they cannot."""
-    merge = merge_here(folder)
-    if end := next(filter(config.adapts, OUTER), ""):
-        raise UserError(f"it adapts {end}, which a run can't; {merge}")
-    targets = tuple(name for name, some in paths.items() if any(map(config.adapts, some)))
-    adapted = [path for name in targets for path in paths[name]]
-    if without := next((path for path in adapted if not config.adapts(path)), ""):
-        raise UserError(f"it adapts {without.rpartition('.')[2]} in some layers alone ({without} has none); {merge}")
-    found = {(config.rank_of(path), config.alpha_of(path)) for path in adapted}
-    if len(found) > 1:
-        raise UserError(f"its layers have different ranks or alphas (rank_pattern, alpha_pattern); {merge}")
-    if not found:
-        raise UserError(f"it adapts no layer of its base; give the base that it was made for, or {merge}")
-    if other := next((name for name in config.modules_to_save if name not in SCORES), ""):
-        raise UserError(f"it holds a trained copy of {other} (modules_to_save), which a run can't adapt; {merge}")
-    ((rank, alpha),) = found
-    return Adapters(rank, float(alpha), targets, config.rslora)
+        others = [*filter(config.adapts, OUTER), *(name for name in config.modules_to_save if name not in SCORES)]
+        if others:
+            raise UserError(f"it changes {others[0]}, which a run can't adapt; {merge_here(folder)}")
+        targets = tuple(name for name, some in paths.items() if any(map(config.adapts, some)))
+        adapted = [path for name in targets for path in paths[name]]
+        settings = {(config.rank_of(path), config.alpha_of(path)) for path in adapted}
+        if len(settings) != 1 or not all(map(config.adapts, adapted)):
+            raise UserError(
+                "it adapts no layer of its base, or has not the same rank and alpha in all layers, as a run has "
+                "(layers_to_transform, rank_pattern, alpha_pattern); give the base that it was made for, or "
+                f"{merge_here(folder)}"
+            )
+        ((rank, alpha),) = settings
+        return Adapters(rank, float(alpha), targets, config.rslora), config

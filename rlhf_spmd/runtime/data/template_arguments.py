@@ -20,37 +20,25 @@ def arguments_of(where: str, record: Record, of_all: Mapping[str, Any]) -> dict[
     where: file and place.
     """
     given: dict[str, Any] = {}
-    tools = _value(where, record, TOOLS)
-    if tools is not None:
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise UserError(f"{where}: the value of {TOOLS!r} is not a list of objects, which describe a tool each")
-        given[TOOLS] = tools
-    own = _value(where, record, KWARGS)
-    if own is not None:
-        if not isinstance(own, dict):
-            raise UserError(f"{where}: the value of {KWARGS!r} is {kind_of(own)}, not an object")
-        own = {name: value for name, value in own.items() if value is not None}
-        check_template_kwargs(f"{where}: {KWARGS!r}", own)
-    if kwargs := {**of_all, **(own or {})}:
-        given[KWARGS] = kwargs
-    return given
+    for name, kind, form in ((TOOLS, list, "a list of objects"), (KWARGS, dict, "an object")):
+        value = record.get(name)
+        if isinstance(value, str):
+            try:
+                value = json.loads(value) if value.strip() else None
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{where}: the value of {name!r} is text that is not JSON ({error})") from None
+        if value is None:
+            continue
+        if not isinstance(value, kind) or not all(isinstance(part, dict if kind is list else str) for part in value):
+            raise UserError(f"{where}: the value of {name!r} is {kind_of(value)}, not {form}")
+        given[name] = value
+    own = {name: value for name, value in given.pop(KWARGS, {}).items() if value is not None}
+    check_template_kwargs(f"{where}: {KWARGS!r}", own)
+    return given | ({KWARGS: kwargs} if (kwargs := {**of_all, **own}) else {})
 
 
 def names_of(record: Record, of_all: Mapping[str, Any]) -> list[str]:
     """Returns the arguments that a row has for a template, by name, whatever their values mean."""
     given = {TOOLS: record.get(TOOLS), KWARGS: record.get(KWARGS) or of_all}
-    return [
-        *(name for name, value in given.items() if value not in (None, "", {})),
-        *filter(None, [system_column(record)]),
-    ]
-
-
-def _value(where: str, record: Record, column: str) -> Any:
-    """Returns a column, or what its JSON text says; None: it is missing or empty."""
-    value = record.get(column)
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if value.strip() else None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: the value of {column!r} is text that is not JSON ({error})") from None
+    names = [name for name, value in given.items() if value not in (None, "", {})]
+    return [*names, *filter(None, [system_column(record)])]

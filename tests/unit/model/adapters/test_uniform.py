@@ -73,9 +73,9 @@ def test_the_adapters_of_peft(name, expected, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers_to_transform": [0]}, "it adapts q_proj in some layers alone .*layers.1.self_attn.q_proj has none"),
-        ({"alpha_pattern": {"q_proj": 3}}, "different ranks or alphas .* convert .* MERGED --merge"),
-        ({"modules_to_save": ["lm_head"]}, "a trained copy of lm_head"),
+        ({"layers_to_transform": [0]}, "has not the same rank and alpha in all layers"),
+        ({"alpha_pattern": {"q_proj": 3}}, "has not the same rank and alpha .* convert .* MERGED --merge"),
+        ({"modules_to_save": ["lm_head"]}, "it changes lm_head, which a run can't adapt; merge it"),
         ({"target_modules": ["nothing"]}, "it adapts no layer of its base"),
         ({"use_dora": True}, "use_dora is True, which is not supported"),
     ],

@@ -272,7 +272,7 @@ def test_what_a_row_gives_the_template(tmp_path):
 @pytest.mark.parametrize(
     ("column", "value", "expected"),
     [
-        ("tools", {"name": "f"}, "'tools' is not a list of objects"),
+        ("tools", {"name": "f"}, "'tools' is an object, not a list of objects"),
         ("tools", "f(x)", "'tools' is text that is not JSON"),
         ("chat_template_kwargs", [1], "'chat_template_kwargs' is a list, not an object"),
         ("chat_template_kwargs", {"tools": []}, "has 'tools', .*: give it as the column 'tools' of a row"),
