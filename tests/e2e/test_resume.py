@@ -168,23 +168,6 @@ def test_a_folder_in_use_is_refused(finished, refused):
         assert f"{finished} is in use" in refused("--resume", finished)
 
 
-def test_what_is_no_run_is_refused(tmp_path, refused):
-    assert "is not a run folder" in refused("--resume", tmp_path)
-    assert "is not a run folder" in refused("--resume", tmp_path / "nothing")
-
-
-def test_a_damaged_checkpoint_is_refused_and_left_alone(finished, refused):
-    path = finished / "checkpoints" / "iteration-000003" / "rank-0000.safetensors"
-    whole = path.read_bytes()
-    damaged = whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:]
-    path.write_bytes(damaged)
-    try:
-        message = refused("--resume", finished)
-    finally:
-        path.write_bytes(whole)
-    assert f"{path} is damaged" in message and "to resume from iteration-000002" in message
-
-
 def test_a_finished_run_has_nothing_left_to_do(finished):
     before = outcome(finished)
     stdout = done(1, "--resume", finished)
