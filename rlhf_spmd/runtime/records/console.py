@@ -32,7 +32,7 @@ RECENT = 10  # iterations by whose seconds the time that is left is estimated
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The last line of standard output, for machines. NaN, which becomes null, stands for a value not measured.
+    """The last line of standard output, for machines. None and NaN, which become null, stand for a value not measured.
 
     iteration_s, forecast_s: measured and forecast seconds of an iteration.
     scaled_by: the scale of the calibration in the forecast (forecast_report.py).
@@ -42,11 +42,11 @@ class Result:
     ranks: int
     iterations: int
     headlines: Mapping[str, tuple[float, float]]  # first and last value of the algorithm's headline metrics
-    gen_tokens_per_s: float
+    gen_tokens_per_s: float | None
     parity_max_abs: float
-    iteration_s: float
-    forecast_s: float
-    scaled_by: float
+    iteration_s: float | None
+    forecast_s: float | None
+    scaled_by: float | None
     wall_s: float
     run_dir: str
     reward_timeouts: int = 0  # responses for which a reward function ran out of time; > 0: the run is not exact
@@ -178,10 +178,10 @@ class Console:
         if result.evaluation:
             ends = [f"{name} {' -> '.join(map(formatted, values))}" for name, values in result.evaluation.items()]
             facts["evaluation"] = ", ".join(ends)
-        generated = math.isfinite(result.gen_tokens_per_s)
+        generated = result.gen_tokens_per_s is not None
         speed = [f"{result.gen_tokens_per_s:,.0f} tokens/s generated"] if generated else []
-        if math.isfinite(result.iteration_s):
-            beside = f" (forecast: {result.forecast_s:.3g} s)" if math.isfinite(result.forecast_s) else ""
+        if result.iteration_s is not None:
+            beside = "" if result.forecast_s is None else f" (forecast: {result.forecast_s:.3g} s)"
             speed.append(f"{result.iteration_s:.3g} s per iteration{beside}")
         facts["speed"] = ", ".join([*speed, f"{result.wall_s:.1f} s in all"])
         if math.isfinite(result.parity_max_abs):

@@ -104,19 +104,20 @@ def result(
     """
     first, last, algorithm = history[0], history[-1], job.config.algorithm
     headlines = [name for name, metric in algorithm.metrics.items() if metric.headline is not None and name in last]
-    generates = "gen_tokens" in last
-    seconds = sum(metrics["generate_s"] for metrics in history) if generates else math.nan
+    speed = None
+    if "gen_tokens" in last:
+        speed = sum(row["gen_tokens"] for row in history) / sum(row["generate_s"] for row in history)
     whole, scaled_by = (compared.whole, compared.scaled_by) if compared else (None, None)
     return Result(
         strategy=strategy,
         ranks=job.world.size,
         iterations=len(history),
         headlines={name: (first.get(name, math.nan), last[name]) for name in headlines},
-        gen_tokens_per_s=sum(metrics["gen_tokens"] for metrics in history) / seconds if generates else math.nan,
+        gen_tokens_per_s=speed,
         parity_max_abs=max((metrics.get("parity_max_abs", math.nan) for metrics in history), default=math.nan),
-        iteration_s=math.nan if whole is None else whole.measured_s,
-        forecast_s=math.nan if whole is None or whole.forecast_s is None else whole.forecast_s,
-        scaled_by=math.nan if scaled_by is None else scaled_by,
+        iteration_s=whole.measured_s if whole else None,
+        forecast_s=whole.forecast_s if whole else None,
+        scaled_by=scaled_by,
         wall_s=wall_s,
         run_dir=str(folder.shown),
         reward_timeouts=num_late,

@@ -79,7 +79,7 @@ def test_console_of_rank_0(tmp_path):
     ]  # fmt: skip
     assert (machine["reward_first"], machine["reward_last"], machine["kl_last"]) == (-0.5, 0.25, 0.01)
     assert machine["saved"] == ["actor"]
-    Console(METRICS, stream=stream).closing(result(saved=(), forecast_s=math.nan), RunFolder(tmp_path))
+    Console(METRICS, stream=stream).closing(result(saved=(), forecast_s=None), RunFolder(tmp_path))
     later = stream.getvalue().removeprefix(text)
     assert "Hugging Face" not in later and "0.5 s per iteration, 7.5 s in all" in later
 
