@@ -88,14 +88,10 @@ class Rehearsal(InstructionLoop):
         self.pending: dict[int, Operation] = {}
         self.chains: dict[int, Iterator[Operation]] = {}  # transfer of weights -> its steps that are left
         self.sent_bytes: Counter[tuple[int, int]] = Counter()  # node of the sender and of the receiver -> bytes
-        self.begin()
-
-    def begin(self) -> None:
-        """Tells the world which program is rehearsed from now on."""
-        name = self.faults.drop or "\n"
-        named = (number for number, moved in enumerate(self.program.transfers) if name in moved.what)
+        name = faults.drop or "\n"
+        named = (number for number, moved in enumerate(program.transfers) if name in moved.what)
         self.dropped = next(named, None)
-        super().begin()
+        self.begin()
 
     def reset(self) -> None:
         """Forgets what was sent in the last iteration."""
@@ -159,12 +155,11 @@ class Rehearsal(InstructionLoop):
     def post(self, number: int, data: Rehearsed) -> None:
         """Starts this rank's part of a transfer."""
         transfer = self.program.transfers[number]
+        self._count(transfer)
         if transfer.reallocation is not None:
-            self._count(transfer)
             self.chains[number] = self._steps(number, transfer.reallocation, data)
             self.pending[number] = self.communicators.start(WORLD, next(self.chains[number]))
             return
-        self._count(transfer)
         parts = [
             self._part(number, place, message, data)
             for place, message in enumerate(transfer.messages)

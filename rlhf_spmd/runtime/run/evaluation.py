@@ -38,6 +38,7 @@ from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, kept_of
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
+from rlhf_spmd.runtime.records.run_files import headlines_of
 from rlhf_spmd.runtime.records.run_folder import EVALUATIONS, RunFolder
 from rlhf_spmd.runtime.run.inputs import sources_of
 from rlhf_spmd.runtime.run.metrics import ALL_BROKE, check_finite
@@ -255,7 +256,7 @@ class Evaluator:
 
     def _names(self, row: Mapping) -> list[str]:
         """Returns the metrics of an evaluation that are shown."""
-        known = [name for name, metric in self.job.config.algorithm.metrics.items() if metric.headline is not None]
+        known: Sequence[str] = headlines_of(self.job.config.algorithm.metrics)
         if self.job.program.workload.workflow.generate_calls:
             known = metric_names(self.options.samples_per_prompt, function_labels(self.job.config))
         return [name for name in known if name in row]

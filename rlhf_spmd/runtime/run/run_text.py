@@ -10,6 +10,7 @@ from rlhf_spmd.runtime.checkpoint.resume import Resumed
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.records.console import Result
+from rlhf_spmd.runtime.records.run_files import headlines_of
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.rewards.response_scores import reads_text
 from rlhf_spmd.runtime.run.forecast_report import Compared
@@ -103,7 +104,7 @@ def result(
     num_late: responses for which a reward function ran out of time.
     """
     first, last, algorithm = history[0], history[-1], job.config.algorithm
-    headlines = [name for name, metric in algorithm.metrics.items() if metric.headline is not None and name in last]
+    headlines = [name for name in headlines_of(algorithm.metrics) if name in last]
     speed = None
     if "gen_tokens" in last:
         speed = sum(row["gen_tokens"] for row in history) / sum(row["generate_s"] for row in history)
