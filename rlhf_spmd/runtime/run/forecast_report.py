@@ -62,12 +62,17 @@ def given_counts(data: PromptSet, used: float = 1.0) -> tuple[tuple[int, ...], t
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A row for every call that takes time, in the order of the workflow, and one for the whole iteration. as_given_s:
-    forecast seconds of an iteration by the unscaled calibration, if one is forecast."""
+    """A row for every call that takes time, in the order of the workflow, and one for the whole iteration.
+
+    scaled_by: forecast seconds of an iteration by the scaled calibration / those by the unscaled one; None: there is no
+        forecast.
+    why_not: there is none.
+    """
 
     rows: Sequence[CallSeconds]
-    found: AtHand
-    as_given_s: float | None
+    calibration: str
+    scaled_by: float | None
+    why_not: str = ""
     episodes: tuple[Answers, Answers] | None = None  # how they were forecast to be answered, and how they were
 
     @property
@@ -75,36 +80,16 @@ class Compared:
         """The row of the iteration."""
         return self.rows[-1]
 
-    @property
-    def scaled_by(self) -> float | None:
-        """Forecast seconds of an iteration by the scaled calibration / those by the unscaled one."""
-        forecast_s = self.whole.forecast_s
-        return forecast_s / self.as_given_s if forecast_s and self.as_given_s else None
-
     def to_json(self) -> dict[str, Any]:
         """Returns the comparison as JSON-able values."""
-        machine, scale = self.found.given.machine, self.found.scale
-        return {
-            "calibration": self.found.calibration.name,
-            "scaled_by": self.scaled_by,
-            "as_given_s": self.as_given_s,
-            "made_on": machine and asdict(machine),
-            "here": asdict(self.found.here),
-            "scale": scale and asdict(scale),
-            "probe_s": self.found.probe_s,
-            "why_not": self.found.why_not,
-            "rows": [asdict(row) for row in self.rows],
-            **(
-                {"episodes": dict(zip(("forecast", "measured"), map(asdict, self.episodes), strict=True))}
-                if self.episodes
-                else {}
-            ),
-        }
+        values = asdict(self)
+        episodes = values.pop("episodes")
+        return values | ({"episodes": dict(zip(("forecast", "measured"), episodes, strict=True))} if episodes else {})
 
     @property
     def notes(self) -> list[str]:
         """For the end of a run: why there is no forecast; how episodes were answered, beside the forecast."""
-        notes = [f"no forecast beside the seconds: {self.found.why_not}"] if self.found.why_not else []
+        notes = [f"no forecast beside the seconds: {self.why_not}"] if self.why_not else []
         if self.episodes is not None:
             forecast, measured = (_of_answers(one) for one in self.episodes)
             notes.append(f"episodes, measured: {measured}; forecast: {forecast}")
@@ -155,7 +140,8 @@ def compare(
     shown = {name: None if found.why_not else s for name, s in forecast_s.items() if s > 0 and name in seconds}
     rows = [CallSeconds(name, s, seconds[name]) for name, s in shown.items()]
     episodes = (expected, answers) if expected is not None and answers is not None else None
-    return Compared(rows, found, None if found.why_not else as_given_s, episodes)
+    scaled_by = None if found.why_not else here.makespan_s / as_given_s
+    return Compared(rows, found.calibration.name, scaled_by, found.why_not, episodes)
 
 
 def _measured_s(program: Program, all_lanes: Sequence[Lane], number: int) -> dict[str, float]:

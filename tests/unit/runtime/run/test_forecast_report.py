@@ -56,12 +56,10 @@ def test_the_file_says_how_the_calibration_was_scaled(tmp_path):
     found = AtHand(given, scaled(given, "cpu", scale), HERE, scale, probe_s=1.34)
     spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
     compared = compare(program, found, [{"rank": 0, "host": "", "spans": spans}], ((5,), (7,)))
-    assert compared.scaled_by > 1.5 and compared.whole.forecast_s > compared.as_given_s > 0
+    assert compared.scaled_by > 1.5 and compared.whole.forecast_s > 0
     RunFolder(tmp_path).write_values("forecast.json", compared.to_json())
     written = json.loads((tmp_path / "forecast.json").read_text(encoding="utf-8"))
-    assert written["scaled_by"] == compared.scaled_by and written["scale"]["num_workers"] == 1.25
-    assert (written["made_on"]["processor"], written["here"]["processor"]) == ("Other", "p")
-    assert not compared.notes
+    assert written["scaled_by"] == compared.scaled_by and not compared.notes
 
 
 def test_nothing_is_forecast_by_a_calibration_that_was_not_scaled():
@@ -75,7 +73,7 @@ def test_nothing_is_forecast_by_a_calibration_that_was_not_scaled():
     assert [(row.call, row.measured_s) for row in compared.rows] == [(row.call, row.measured_s) for row in shown.rows]
     written = compared.to_json()
     assert {row["forecast_s"] for row in written["rows"]} == {None} and written["why_not"] == why
-    assert written["scaled_by"] is written["as_given_s"] is None
+    assert written["scaled_by"] is None
     assert compared.notes == [f"no forecast beside the seconds: {why}"]
 
 
