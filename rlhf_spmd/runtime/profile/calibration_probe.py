@@ -56,15 +56,13 @@ NAMES: dict[int, Literal["float32", "bfloat16"]] = {4: "float32", 2: "bfloat16"}
 class AtHand:
     """A calibration for the current machine, and the given one.
 
-    scale: the factors of its seconds, after a probe of probe_s seconds; None: it was not scaled, because it was made on
-        this machine, or has constants alone, of no one machine, or for the reason why_not: then nothing is forecast.
+    scale: the factors of its seconds, after a probe; None: it was not scaled, because it was made on this machine, or
+        has constants alone, of no one machine, or for the reason why_not: then nothing is forecast.
     """
 
     given: Calibration
     calibration: Calibration
-    here: Machine
     scale: Scale | None = None
-    probe_s: float = 0.0
     why_not: str = ""
 
 
@@ -75,7 +73,7 @@ def at_hand(world: World, config: Config, program: Program, calibration: Calibra
     """
     every = machines(world)
     began = time.perf_counter()
-    unscaled = AtHand(calibration, calibration, every[0])
+    unscaled = AtHand(calibration, calibration)
     limit_s = min(LIMIT_S, SHARE * world.bcast(trained_s, what="the seconds of the iterations"))
     types = program.cluster.device_types
     pieces = pieces_of(calibration.devices[types[0]])
@@ -105,7 +103,7 @@ def at_hand(world: World, config: Config, program: Program, calibration: Calibra
             workers = num_workers(world.nodes, [share for _, share in results], every)
             scale = Scale.of([Pieces(*seconds) for seconds, _ in results], expected(table, rows), workers)
             changed = scaled(calibration, types[0], scale)
-            return replace(unscaled, calibration=changed, scale=scale, probe_s=time.perf_counter() - began)
+            return replace(unscaled, calibration=changed, scale=scale)
         why_not = "this machine was too slow, or too busy, for a probe"
     return replace(unscaled, why_not=why_not)
 

@@ -110,7 +110,7 @@ def test_a_calibration_from_elsewhere_is_scaled(world, monkeypatch):
         found = at_hand(world, TINY, demo(), SHIPPED, trained_s=10 * limit_s)
         if found.scale:
             break
-    assert found.given is SHIPPED and found.why_not == "" and 0 < found.probe_s <= limit_s
+    assert found.given is SHIPPED and found.why_not == ""
     assert 0 < found.scale.num_workers <= 1.01
     for kind in ("inference", "training", "generation"):
         assert 0.1 < getattr(found.scale, kind) < 20

@@ -41,7 +41,7 @@ def test_a_run_that_goes_as_forecast_is_measured_so(name, size, options):
         made.append({"rank": rank, "host": "", "spans": spans})
     workload = program.workload
     lengths = ((workload.max_prompt,), (workload.max_response,))
-    compared = compare(program, AtHand(calibration, calibration, HERE), made, lengths)
+    compared = compare(program, AtHand(calibration, calibration), made, lengths)
     rows = {row.call: row for row in compared.rows}
     assert rows[WHOLE].forecast_s == pytest.approx(found.makespan_s)
     assert set(rows) == {call for call, s in call_s(found).items() if s > 0} | {WHOLE}
@@ -53,7 +53,7 @@ def test_a_run_that_goes_as_forecast_is_measured_so(name, size, options):
 def test_the_file_says_how_the_calibration_was_scaled(tmp_path):
     program, given = example("flattening", 1), replace(machine(), machine=replace(HERE, processor="Other", cores=1.5))
     scale = Scale(2.0, 2.0, 2.0, 1.25)
-    found = AtHand(given, scaled(given, "cpu", scale), HERE, scale, probe_s=1.34)
+    found = AtHand(given, scaled(given, "cpu", scale), scale)
     spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
     compared = compare(program, found, [{"rank": 0, "host": "", "spans": spans}], ((5,), (7,)))
     assert compared.scaled_by > 1.5 and compared.whole.forecast_s > 0
@@ -68,8 +68,8 @@ def test_nothing_is_forecast_by_a_calibration_that_was_not_scaled():
     why = "this machine was too slow, or too busy, for a probe"
     spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
     records, lengths = [{"rank": 0, "host": "", "spans": spans}], ((5,), (7,))
-    compared = compare(program, AtHand(given, given, HERE, why_not=why), records, lengths)
-    shown = compare(program, AtHand(given, given, HERE), records, lengths)
+    compared = compare(program, AtHand(given, given, why_not=why), records, lengths)
+    shown = compare(program, AtHand(given, given), records, lengths)
     assert [(row.call, row.measured_s) for row in compared.rows] == [(row.call, row.measured_s) for row in shown.rows]
     written = compared.to_json()
     assert {row["forecast_s"] for row in written["rows"]} == {None} and written["why_not"] == why
@@ -81,7 +81,7 @@ def test_episodes_that_forecasts_cannot_assume():
     program = example("flattening", 1)
     program = replace(program, workload=replace(program.workload, answers=Answers(2, 4, 0.1, 0.3)))
     spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
-    hands, records = AtHand(machine(), machine(), HERE), [{"rank": 0, "host": "", "spans": spans}]
+    hands, records = AtHand(machine(), machine()), [{"rank": 0, "host": "", "spans": spans}]
     compared = compare(program, hands, records, ((5, 5), (7, 9)), Answers(3.5, 2, 0.1, 0.9))
     assert compared.whole.forecast_s is None and compared.whole.measured_s == 1.0
     assert "no lognormal has a mean of 0.1 s and a 95th percentile of 0.9 s" in compared.notes[0]
@@ -92,7 +92,7 @@ def test_episodes_stand_beside_their_forecast():
     expected, found = Answers(2, 48, 0.1, 0.3), Answers(3.5, 13, 0.06, 0.12)
     program = example("flattening", 1)
     program = replace(program, workload=replace(program.workload, answers=expected))
-    hands = AtHand(machine(), machine(), HERE)
+    hands = AtHand(machine(), machine())
     spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
     records = [{"rank": 0, "host": "", "spans": spans}]
     compared = compare(program, hands, records, ((5, 5), (7, 9)), found)
