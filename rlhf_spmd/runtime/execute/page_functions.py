@@ -139,10 +139,12 @@ def _kinds(made: Any) -> str:
 def _check_log(who: str, log: Mapping, *, scalars: bool = False) -> None:
     """Raises UserError unless sums are {name: (sum, weight)}; scalars: of numbers, not of tensors of groups."""
     for name, pair in log.items():
-        if not isinstance(name, str) or OWN_NAMES.fullmatch(name):
-            raise UserError(f"{who} returned a sum named {name!r} for the log, where that name is taken; rename it")
-        if not (isinstance(pair, tuple) and len(pair) == 2 and all(_is_real(part, scalars) for part in pair)):
-            raise UserError(f"{who} returned the sum {name} as {pair!r:.60}; return (sum, weight), two numbers")
+        is_sum = isinstance(pair, tuple) and len(pair) == 2 and all(_is_real(part, scalars) for part in pair)
+        if not is_sum or not isinstance(name, str) or OWN_NAMES.fullmatch(name):
+            raise UserError(
+                f"{who} returned {name!r}: {pair!r:.60} for the log; return (sum, weight), two numbers, under a name "
+                "that is not taken"
+            )
 
 
 def _is_real(part: Any, scalar: bool) -> bool:

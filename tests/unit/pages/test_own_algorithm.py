@@ -60,14 +60,14 @@ MISTAKES = {
         r"returned a tensor torch.float32 \[\]",
     ),
     "a loss that is none": ((LOSS, "    return None"), r"surrogate\(\) returned a NoneType; return the sum"),
-    "no weight": ((LOSS, '    return loss, {"surrogate": 1.0}'), r"the sum surrogate as 1.0; return \(sum, weight\)"),
+    "no weight": ((LOSS, '    return loss, {"surrogate": 1.0}'), r"'surrogate': 1.0 for the log; return \(sum, weight\)"),
     "a list of sums": (
         (LOSS, '    return loss, ["surrogate"]'),
         r"returned a tensor .*, a list; return the sum",
     ),
     "a name that is taken": (
         (LOSS, '    return loss, {"iteration": (1.0, 1)}'),
-        r"named 'iteration' .* is taken; rename it",
+        r"'iteration': .* for the log; .* under a name that is not taken",
     ),
 }
 
