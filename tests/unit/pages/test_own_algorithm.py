@@ -60,7 +60,7 @@ MISTAKES = {
         r"returned a tensor torch.float32 \[\]",
     ),
     "a loss that is none": ((LOSS, "    return None"), r"surrogate\(\) returned a NoneType; return the sum"),
-    "no weight": ((LOSS, '    return loss, {"surrogate": 1.0}'), r"'surrogate': 1.0 for the log; return \(sum, weight\)"),
+    "no weight": ((LOSS, '    return loss, {"surrogate": 1.0}'), r"'surrogate': 1.0 for the log; return"),
     "a list of sums": (
         (LOSS, '    return loss, ["surrogate"]'),
         r"returned a tensor .*, a list; return the sum",
