@@ -72,13 +72,7 @@ def _place(job: Job, data: Iteration, name: str, rows: Tensor) -> None:
 
 def _count(data: Iteration, about: Mapping[str, Any]) -> None:
     """Restores what a rank has counted."""
-    meter = data.meter
-    for name, (total, weight) in about["meter"]["sums"].items():
-        meter.add(name, total, weight)
-    for name, value in about["meter"]["maxima"].items():
-        meter.maximum(name, value)
-    for name, value in about["meter"]["minima"].items():
-        meter.minimum(name, value)
+    data.meter.include(about["meter"])
     for name, values in about["noted"].items():
         rows_MC, here_MC = np.array(values, dtype=float), data.noted.get(name)
         data.noted[name] = rows_MC if here_MC is None else np.where(np.isnan(rows_MC), here_MC, rows_MC)

@@ -36,17 +36,21 @@ class Meter:
     def to_message(self) -> dict:
         return {"sums": self.sums, "maxima": self.maxima, "minima": self.minima}
 
+    def include(self, message: Mapping) -> None:
+        """Adds what another meter has counted, from its message."""
+        for name, (value, weight) in message["sums"].items():
+            self.add(name, value, weight)
+        for name, value in message["maxima"].items():
+            self.maximum(name, value)
+        for name, value in message["minima"].items():
+            self.minimum(name, value)
+
 
 def combine(messages: Iterable[Mapping]) -> tuple[dict[str, float], dict[str, float]]:
     """Combines the sums of all ranks to global means, maxima and minima, and the weight of each mean. Summed in rank
     order, so all ranks get the same bits."""
     total = Meter()
     for message in messages:
-        for name, (value, weight) in message["sums"].items():
-            total.add(name, value, weight)
-        for name, value in message["maxima"].items():
-            total.maximum(name, value)
-        for name, value in message["minima"].items():
-            total.minimum(name, value)
+        total.include(message)
     means = {name: value / weight for name, (value, weight) in total.sums.items() if weight}
     return total.maxima | total.minima | means, {name: weight for name, (_, weight) in total.sums.items()}
