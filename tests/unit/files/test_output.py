@@ -142,7 +142,7 @@ def test_the_width_of_a_terminal_and_where_json_is_printed(tmp_path):
 
 
 def test_verbs_print_json_by_one_rule():
-    """Nothing else in the package prints values for machines."""
+    """Nothing else in the package prints values for machines, but rows of rollouts."""
     root = Path(output.__file__).parents[1]
     printing = [path for path in root.rglob("*.py") if "print(json.dumps(" in path.read_text(encoding="utf-8")]
-    assert printing == [Path(output.__file__)]
+    assert {path.name for path in printing} == {"output.py", "rollouts.py"}
