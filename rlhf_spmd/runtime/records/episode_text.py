@@ -13,7 +13,7 @@ INDENT = 10  # columns before what was said
 def episode_text(turns: Sequence[Mapping[str, Any]], reason: str, width: int = 80) -> str:
     """Returns an episode as lines of at most `width` columns.
 
-    turns: as in environments/transcript.py.
+    turns: as in environments/renderer.py.
     reason: why the episode ended; empty: it is not known.
     """
     lines: list[str] = []

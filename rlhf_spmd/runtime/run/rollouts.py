@@ -30,7 +30,7 @@ from rlhf_spmd.runtime.records.run_folder import writing
 
 FOLDER = "rollouts"
 DRAWN = "drawn"  # of an episode: 1 for each token of the response that the model drew, 0 for those of answers
-TURNS = "turns"  # of an episode: what was said, by turns (environments/transcript.py)
+TURNS = "turns"  # of an episode: what was said, by turns (environments/renderer.py)
 PLACE = ("iteration", "prompt_index", "sample")
 
 
