@@ -276,12 +276,10 @@ class _Rows:
 
     def unread(self) -> list[str]:
         """Returns a note about columns that nothing reads, of rows with responses; others are for reward functions."""
-        read = {TOOLS, KWARGS, *SYSTEMS, SOURCE, self.reading.key}
-        read |= {column for column, _ in self.number_columns.values()}
+        read = {self.reading.key, *(column for column, _ in self.number_columns.values())}
         if any(form.startswith("the column") for form in self.forms):
             read |= {*CONVERSATIONS, TEXT}
-        names = [name for name in self.names if name not in read] if self.reading.columns else []
-        return [f"nothing reads the columns {', '.join(names)}"] if names else []
+        return unread(self.names, read) if self.reading.columns else []
 
 
 def load_prompts(
@@ -333,6 +331,14 @@ def load_prompts(
         num_cut=rows.counts["num_cut"],
         num_silent=rows.counts["num_silent"],
     )
+
+
+def unread(names: Iterable[str], read: Iterable[str]) -> list[str]:
+    """Returns a note about columns that nothing reads, if there are some. read: those that something reads, beside
+    those that are always read."""
+    known = {TOOLS, KWARGS, *SYSTEMS, SOURCE, *read}
+    others = [name for name in names if name not in known]
+    return [f"nothing reads the columns {', '.join(others)}"] if others else []
 
 
 def _sources(parts: Sequence[Path]) -> list[str]:

@@ -15,10 +15,10 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.model.sequences import Sequences
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
-from rlhf_spmd.runtime.data.prompts import PromptSet, pad
-from rlhf_spmd.runtime.data.readers import Record
+from rlhf_spmd.runtime.data.prompts import PromptSet, pad, unread
+from rlhf_spmd.runtime.data.readers import CONVERSATIONS, Record
 from rlhf_spmd.runtime.rewards.function import label_of, load_reward_function, response_of
-from rlhf_spmd.runtime.rewards.styles import Scored
+from rlhf_spmd.runtime.rewards.styles import READ_BY_WORDS, Scored
 from rlhf_spmd.runtime.rewards.texts import RewardTexts
 from rlhf_spmd.runtime.rewards.workers import RewardWorkers
 
@@ -62,8 +62,12 @@ class Scorer:
         self.specs, self.labels = split_functions(config.reward_function), function_labels(config)
         self.key = config.data.key or config.algorithm.prompts
         self.functions, self.workers = [], None
+        self.notes: list[str] = []  # for the heading
         if not config.reward_workers:
             self.functions = [load_reward_function(spec, columns) for spec in self.specs]
+            if not config.environment:  # which may read any
+                read = {name for each in self.functions for name in (*each.bound.columns, *each.bound.words)}
+                self.notes = unread(columns, {self.key, *CONVERSATIONS, *read, *READ_BY_WORDS})
         elif calls:
             num, timeout_s = config.reward_workers, config.reward_timeout_s
             self.workers = RewardWorkers(self.specs, columns, num=num, timeout_s=timeout_s, beat=beat)

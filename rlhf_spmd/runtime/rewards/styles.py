@@ -34,6 +34,7 @@ WORDS = {  # by the word that is the response
     "queries": ("queries", "prompts", "labels", "completion_ids"),
 }
 OF_EACH = "solution_str"  # such a function is called once for each response
+READ_BY_WORDS = ("reward_model", "label")  # columns that words of other names may be
 ACCEPTED = "responses, completions (as in TRL), solution_str (verl) or queries (OpenRLHF: prompt with response)"
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

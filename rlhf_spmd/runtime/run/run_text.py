@@ -18,7 +18,7 @@ from rlhf_spmd.runtime.world.devices import describe_device
 
 
 def facts(job: Job, folder: RunFolder) -> dict[str, str]:
-    """Returns the heading of a run."""
+    """Returns the heading of a run. Collective."""
     config, shapes, prompts = job.config, job.program.workload.models, job.prompts
     sizes = [f"{name} {format_count(shape.num_params)}" for name, shape in shapes.items() if shape]
     texts = {"models": f"{', '.join(sizes)} parameters, {config.dtype}", "adapters": _adapters(job)}
@@ -28,7 +28,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
             both = f"{model} + {function}" if config.reward_function_mode == "add" else function
             read = " (has another tokenizer, so it is given text)" if reads_text(config, role) else ""
             texts[role] = f"{both if function else model}{read}"
-    texts["device"] = describe_device(job.world.computes, job.world.size)
+    texts |= {"names": _names_of_functions(job), "device": describe_device(job.world.computes, job.world.size)}
     texts["products"] = f"by {job.products['library']}, in {config.dtype}" if job.products else ""
     rows = "rows" if config.algorithm.responses else "prompts"
     texts |= {rows: f"{len(prompts)} from {config.data.prompts}{_lost(prompts)}", "iteration": _iteration(job)}
@@ -46,6 +46,15 @@ def _adapters(job: Job) -> str:
             rank, scale = shape.adapters.rank, shape.adapters.scale
             texts.append(f"{name} rank {rank}, scale {scale:g}: {format_count(numbers)} numbers; {rate}")
     return "; ".join(texts)
+
+
+def _names_of_functions(job: Job) -> str:
+    """Says which parameters of reward functions are not the columns of their names, and which columns nothing reads;
+    empty if there are none. Collective."""
+    scorers = [one.scorer for one in (job, job.evaluation) if one is not None]
+    mine = [note for scorer in scorers if scorer is not None for note in scorer.notes]
+    every = job.world.allgather(mine, "the names of reward functions")
+    return "; ".join(dict.fromkeys(note for notes in every for note in notes))
 
 
 def _iteration(job: Job) -> str:

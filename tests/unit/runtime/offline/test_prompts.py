@@ -40,7 +40,7 @@ def test_a_chat_template_gets_what_options_and_rows_say(tokenizer, tmp_path, cap
     with pytest.raises(UserError, match="data.chat_template_kwargs has 'tools', which every chat template is given by"):
         options.check_options(load_options(['data.chat_template_kwargs={"tools": []}']))
     for wrong in ("1", "[1]", '{"x": False}', "x=1"):
-        with pytest.raises(UserError, match=r'it should be a valid dictionary'):
+        with pytest.raises(UserError, match=r"it should be a valid dictionary"):
             load_options([f"data.chat_template_kwargs={wrong}"])
     assert load_options(["data.chat_template_kwargs=none"]).data.chat_template_kwargs == {}
 

@@ -1,5 +1,7 @@
 """Scores of rows: by a reward model's own tokens, by its text, by a function, and by both."""
 
+import json
+
 import pytest
 import torch
 
@@ -91,3 +93,12 @@ def test_a_function_gets_the_text_and_is_added_on_request(score):
     torch.testing.assert_close(
         score("reward_function={folder}/r.py:f", "reward_function_mode=add"), score() + lengths_B
     )
+
+
+def test_columns_that_no_function_reads_are_named(tmp_path):
+    overrides = write_all(tmp_path)
+    (tmp_path / "r.py").write_text("def f(responses, answer):\n    return [0.0 for _ in responses]\n", encoding="utf-8")
+    rows = [{"prompt": "da", "answer": "de", "source": "web", "difficulty": 3} for _ in range(8)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    run = RunOf(load(overrides, f"data.prompts={tmp_path / 'p.jsonl'}", f"reward_function={tmp_path / 'r.py'}:f"))
+    assert run.job.scorer.notes == ["nothing reads the columns source, difficulty"]
