@@ -97,7 +97,7 @@ LAUNCHED = "the planner chooses every layout"  # on two ranks; the others on one
     [
         (["--strategy", "auto", "strategy.zero=1"], LAUNCHED),
         (["--calibration", "a100-80g"], "does not know devices of type cpu"),
-        (["--calibration", "nowhere.json"], "calibration nowhere.json cannot be read"),
+        (["--calibration", "nowhere.json"], "calibration nowhere.json: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
