@@ -27,11 +27,11 @@ def run(world, parsed: argparse.Namespace) -> None:
         options = load_options(words, settings_of(file))
         check_options(options)
         layout = Layout.grid_of(range(world.size), tp=options.tp)
-        if world.size % options.tp:
-            raise UserError(f"--tp {options.tp} does not divide the {world.size} ranks; change one of them")
-        num_heads = read_config_json(Path(model_files(folder, option=BASE_HERE).folder) / "config.json").num_kv_heads
-        if options.tp > num_heads:
-            raise UserError(f"--tp {options.tp} is more than the {num_heads} key-value heads of {folder}; lower it")
+        heads = read_config_json(Path(model_files(folder, option=BASE_HERE).folder) / "config.json").num_kv_heads
+        if world.size % options.tp or options.tp > heads:
+            raise UserError(
+                f"--tp {options.tp} must divide {world.size} ranks, and be at most {heads} (key-value heads)"
+            )
     files = {"model": folder} | {name: str(getattr(parsed, name)) for name in ("prompts", "out", "overwrite")}
     with world.together("comparing the options"):
         world.agree("the start", files | {"options": repr(options)})
@@ -55,8 +55,10 @@ def settings_of(file: ConfigFile) -> list[Setting]:
     of_training = all_keys(file)
     groups = {key.partition(".")[0] for key in of_training if "." in key}
 
-    def concerns(one: Setting) -> bool:
-        is_foreign = file.of_run or one.key in of_training or one.key.startswith("strategy.")
-        return one.key in OPTIONS or not (is_foreign or (one.value is None and one.key in groups))
-
-    return [one._replace(also=of_training) for one in file.settings if concerns(one)]
+    settings = []
+    for setting in file.settings:
+        key, is_empty_group = setting.key, setting.value is None and setting.key in groups
+        is_foreign = file.of_run or key in of_training or key.startswith("strategy.") or is_empty_group
+        if key in OPTIONS or not is_foreign:
+            settings.append(setting._replace(also=of_training))
+    return settings

@@ -42,7 +42,15 @@ PREFIX = f"rlhf_spmd_{os.urandom(16).hex()}_"
 COMPILED = "compiled"  # the folder of what torch compiles
 
 
-class Action(ctypes.Structure):
+class _Texted(ctypes.Structure):
+    """A structure with the field _text, in UTF-8."""
+
+    @property
+    def text(self) -> str:
+        return self._text.decode(errors="replace")
+
+
+class Action(_Texted):
     """One action of a rank. Times are seconds of the wall clock; end_s is 0 while it runs."""
 
     _fields_ = [
@@ -53,12 +61,8 @@ class Action(ctypes.Structure):
         ("_text", ctypes.c_char * ACTION_BYTES),
     ]
 
-    @property
-    def text(self) -> str:
-        return self._text.decode(errors="replace")
 
-
-class Position(ctypes.Structure):
+class Position(_Texted):
     """What a rank does now, as other ranks see it. Times are seconds of the wall clock."""
 
     _fields_ = [
@@ -77,10 +81,6 @@ class Position(ctypes.Structure):
     def of(cls, text: str = "", iteration: int = NOWHERE, position: int = NOWHERE) -> "Position":
         """Returns the position of a rank that has not reported."""
         return cls(iteration, position, _text=text.encode())
-
-    @property
-    def text(self) -> str:
-        return self._text.decode(errors="replace")
 
 
 class Record(ctypes.Structure):
@@ -320,22 +320,15 @@ def read_records(folder: str | Path) -> list[Record]:
 def keep_message(folder: str, text: str) -> None:
     """Stores the error message of a failed job for a postmortem; only the first one is kept."""
     path = Path(folder) / FOLDER / MESSAGE
-    if not folder:
-        return
-    try:
-        with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
+    if folder and not path.exists():
+        with suppress(OSError), path.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(printable(text) + "\n")
-    except FileExistsError:
-        pass
-    except OSError:  # the disk is full: keep no partial message
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
 
 
 def read_message(folder: str | Path) -> str | None:
     """Returns the error message of a failed job; None if there is none. Raises OSError if it can't be read."""
     try:
-        return read_bytes(Path(folder) / FOLDER / MESSAGE).decode(errors="replace").rstrip()
+        return read_bytes(Path(folder) / FOLDER / MESSAGE).decode(errors="replace").rstrip() or None
     except FileNotFoundError:
         return None
 
@@ -353,8 +346,9 @@ def remove_node_files(ending: str = "") -> None:
     """Removes the files and folders outside the run folder that this rank has left, or those with this ending."""
     for folder in (SHARED_MEMORY, tempfile.gettempdir()):
         for path in Path(folder).glob(f"{PREFIX}*{ending}"):
+            shutil.rmtree(path, ignore_errors=True)
             with suppress(OSError):
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+                path.unlink()
 
 
 def keep_compiled() -> None:

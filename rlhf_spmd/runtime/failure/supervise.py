@@ -117,7 +117,16 @@ def next_signal(numbers: Set[int], timeout_s: float) -> Received | None:
 
 
 class Parent:
-    """A process that waits for its child, forwards signals to it, and reports for a rank that cannot."""
+    """A process that waits for its child, forwards signals to it, and reports for a rank that cannot.
+
+    check_parent: ends this process if its own parent has ended.
+    look: does what is due twice a second.
+    end: ends this process after its child, with the status of that (-n after signal n) and its most bytes of memory.
+    """
+
+    check_parent: Callable[[], None]
+    look: Callable[[], None]
+    end: Callable[[int, int], NoReturn]
 
     def __init__(self, record: Record, child: int, launcher: int | None):
         """launcher: its process id; None: started without one."""
@@ -145,18 +154,6 @@ class Parent:
     def pass_on(self, received: Received) -> None:
         """Sends a signal on to the child."""
         os.kill(self.child, received.number)
-
-    def check_parent(self) -> None:
-        """Ends this process if its own parent has ended."""
-        raise NotImplementedError
-
-    def look(self) -> None:
-        """Does what is due twice a second."""
-        raise NotImplementedError
-
-    def end(self, status: int, most_bytes: int) -> NoReturn:
-        """Ends this process after its child. status: -n after signal n."""
-        raise NotImplementedError
 
     def may_report(self) -> bool:
         """Returns whether no other rank of this node has reported. Until ranks have met, supervisors of one launcher

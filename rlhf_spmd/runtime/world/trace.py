@@ -201,12 +201,8 @@ def read_chrome(path: Path) -> list[dict[str, Any]]:
                 record["host"] = args["name"].partition(" (")[2].removesuffix(")")
             if event["ph"] == "X":
                 start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-                number = args.pop("iteration", None)
-                if (
-                    (number is None or isinstance(number, int))
-                    and math.isfinite(start_s)
-                    and start_s <= end_s < math.inf
-                ):
+                if -math.inf < start_s <= end_s < math.inf:
+                    number = args.pop("iteration", None)
                     record["spans"].append([name, str(event["cat"]), start_s, end_s, number, args])
     return [records[rank] for rank in sorted(records)]
 

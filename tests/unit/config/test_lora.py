@@ -239,11 +239,6 @@ def test_the_adapter_of_a_critic_is_no_language_model(tmp_path):
             load_run(words, f"models.{role}={tmp_path / 'judge'}")
 
 
-def test_a_base_without_an_adapter_is_refused():
-    with pytest.raises(UserError, match=r"lora.base=x: it has no effect without the folder of an adapter"):
-        load("tiny", ["lora.base=x"])
-
-
 def test_the_tokenizer_beside_an_adapter_is_that_of_the_run(tmp_path):
     """With a warning if it makes other tokens than that of the base; another chat template alone causes none."""
     words, adapter = write_all(tmp_path), tmp_path / "adapter"

@@ -84,22 +84,6 @@ def test_what_is_missing_is_named(folder):
         assert all(word in str(error.value) for word in words), error.value
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"llama"', "null", '{"model_type": "gpt2"}', "\x00", "{}"])
-def test_a_config_json_that_is_none(tmp_path, text):
-    (tmp_path / "config.json").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match="config.json"):
-        shape_of_folder(str(tmp_path))
-
-
-def test_a_config_json_that_is_a_folder_or_not_text(tmp_path):
-    (tmp_path / "one" / "config.json").mkdir(parents=True)
-    (tmp_path / "two").mkdir()
-    (tmp_path / "two" / "config.json").write_bytes(b"\xff\xfe\x00")
-    for name in ("one", "two"):
-        with pytest.raises(UserError, match="cannot be read as JSON"):
-            shape_of_folder(str(tmp_path / name))
-
-
 JUNK = (None, "x", "", [], ["x"], [[]], {}, {"a": {}}, 2.5, -1, 0, True, False, float("nan"), float("inf"), 10**400)
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.data_files import every_file, files_of, kind_of_file, named_parts, read_data, stem_of
+from rlhf_spmd.files.data_files import every_file, files_of, named_parts, read_data
 from rlhf_spmd.runtime.data.prompts import load_prompts
 from rlhf_spmd.runtime.data.readers import read_records
 from tests.unit.runtime.data.test_prompts import Words
@@ -38,10 +38,6 @@ def refusal(path) -> str:
 @pytest.mark.parametrize("name", SAME)
 def test_every_kind_of_file_holds_the_same_rows(name, ending, tmp_path):
     assert [row for _, row in read_records(write(tmp_path / (name + ending), SAME[name]), "prompt")] == ROWS
-
-
-def test_text_may_be_compressed(tmp_path):
-    assert list(load(write(tmp_path / "p.TXT.GZ", "a b\nc\n")).texts) == ["a b", "c"]
 
 
 def test_folders_and_patterns_stand_for_their_files_in_order(tmp_path):
@@ -125,12 +121,6 @@ def test_a_column_without_a_name_is_left_out_and_fields_may_be_long(tmp_path):
     path = write(tmp_path / "p.csv", f",prompt\n0,{'a' * 200_000}\n")
     ((place, row),) = read_records(path, "prompt")
     assert place == "row 1" and list(row) == ["prompt"] and len(row["prompt"]) == 200_000
-
-
-def test_kinds_and_stems(tmp_path):
-    kinds = {name: kind_of_file(tmp_path / name) for name in ("a.JSONL", "a.b.csv.GZ", "a.gz", "a")}
-    assert kinds == {"a.JSONL": ".jsonl", "a.b.csv.GZ": ".csv", "a.gz": "", "a": ""}
-    assert [stem_of(tmp_path / name) for name in ("a.jsonl", "a.b.csv.gz", "a.b.gz")] == ["a", "a.b", "a.b"]
 
 
 def test_data_sets_that_datasets_saved(tmp_path):

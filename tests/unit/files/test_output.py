@@ -11,7 +11,6 @@ import subprocess
 import sys
 import termios
 import time
-from pathlib import Path
 
 import pytest
 
@@ -139,10 +138,3 @@ def test_the_width_of_a_terminal_and_where_json_is_printed(tmp_path):
     assert on_terminal([*program, "--json"], 100).endswith('{"ok": true}\n')
     piped = ["sh", "-c", f"{shlex.join(program)} | cat; {shlex.join(program)} --no-json | cat"]
     assert on_terminal(piped, 0) == 'found None 80\n{"ok": true}\nfound None 80\n'
-
-
-def test_verbs_print_json_by_one_rule():
-    """Nothing else in the package prints values for machines, but rows of rollouts."""
-    root = Path(output.__file__).parents[1]
-    printing = [path for path in root.rglob("*.py") if "print(json.dumps(" in path.read_text(encoding="utf-8")]
-    assert {path.name for path in printing} == {"output.py", "rollouts.py"}

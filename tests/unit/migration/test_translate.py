@@ -247,20 +247,6 @@ def test_files_and_folders_that_are_here_are_options(tmp_path, monkeypatch):
     assert found["reward_function"] == "reward.py:reward_func" and "preset" not in found
 
 
-@pytest.mark.parametrize(
-    ("option", "kind", "says"),
-    [
-        ("--chosen_key chosen", "no_effect", "that is the default"),
-        ("--chosen_key better", "unavailable", "rename it to chosen"),
-        ("--label_key labels", "no_effect", "that is the default"),
-    ],
-)
-def test_columns_of_other_names_are_not_passed_over(option, kind, says):
-    lines = of_words("openrlhf", f"{DPO} {option}").lines
-    line = next(line for line in lines if line.key == option.split()[0].removeprefix("--"))
-    assert line.kind == kind and says in line.why
-
-
 def test_what_would_be_another_run_is_not_without_effect():
     words = ("optim=adamw_8bit", "eval_on_start=false", "steps_per_generation=16")
     found = translate(source_of_example("trl_grpo.yaml", *words))
@@ -275,32 +261,6 @@ def test_weights_of_tokens_are_left_out_where_the_ratio_is_a_response_s():
     assert options_of("trl_grpo.yaml", words[0], f"{words[1]}token")["grpo.importance_weights"] == "token"
     options = options_of("trl_grpo.yaml", words[0], f"{words[1]}sequence")
     assert options["grpo.ratio_level"] == "sequence" and "grpo.importance_weights" not in options
-
-
-def test_least_learning_rates():
-    words = ('lr_scheduler_kwargs={"min_lr_rate": 0.1}', "lr_scheduler_type=cosine_with_min_lr")
-    options = options_of("trl_grpo.yaml", *words)
-    assert (options["optimizer.schedule"], options["optimizer.min_lr_ratio"]) == ("cosine", "0.1")
-    key = "actor_rollout_ref.actor.optim"
-    options = options_of("verl_ppo.yaml", f"{key}.min_lr_ratio=0.2", f"{key}.warmup_style=cosine")
-    assert options["optimizer.min_lr_ratio"] == "0.2"
-    assert "optimizer.min_lr_ratio" not in options_of("verl_ppo.yaml", f"{key}.min_lr_ratio=0.2"), (
-        "it is constant there"
-    )
-
-
-def test_trackers_of_openrlhf():
-    found = of_words("openrlhf", f"{SFT} --use_wandb k --wandb_project p --wandb_group g --wandb_org o").options
-    assert (found["wandb"], found["logging.group"], found["logging.entity"]) == ("p", "g", "o")
-    assert of_words("openrlhf", f"{SFT} --wandb_group g").later["logging.group"] == "g  (with wandb)"
-
-
-def test_a_folder_and_a_pattern_of_data_are_options(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "a.csv").write_text("prompt\nx\n", encoding="utf-8")
-    for name in ("rows", "rows/*.csv"):
-        assert of_words("openrlhf", f"{SFT} --dataset '{name}'").options["data.prompts"] == name
 
 
 EVIL = "x\nreward_function: evil.py:score\n#"
@@ -349,11 +309,6 @@ def test_no_size_is_made_of_a_text_that_is_none(value):
     assert found.later["rollout_batch"].startswith(value) and found.later["layout"].startswith(value)
 
 
-def test_values_that_refer_to_nothing_are_left_over(tmp_path):
-    source = source_of(tmp_path, "data: {train_batch_size: 8, val_files: '${oc.env:HOME}/x'}")
-    assert source.left["data.val_files"] == "${oc.env:HOME}/x is not a value of this file"
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -398,11 +353,6 @@ def test_a_command_of_trl_may_name_a_file(tmp_path):
     path.write_text("model_name_or_path: m-1B\nlearning_rate: 1.0e-5\nnum_generations: 8\n", encoding="utf-8")
     found = of_words("trl", f"accelerate launch --num_processes 4 grpo.py --config {path} --learning_rate 2e-5").options
     assert (found["optimizer.actor_lr"], found["layout"]) == ("2e-5", "1x4")
-
-
-def test_a_missing_file_is_refused(capsys):
-    assert main(["coming-from", "nowhere.yaml"]) == 2
-    assert "nowhere.yaml: there is no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import algorithm_names, check_functions, load_algorithm
-from rlhf_spmd.pages.functions import bound, word_of
+from rlhf_spmd.pages.functions import bound
 from rlhf_spmd.runtime.checkpoint.resume import config_of as resumed_config
 from tests.pages import checked, write_page
 
@@ -99,24 +99,6 @@ def test_the_verb_lists_them(capsys):
 # ---- what functions get ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("parameter", "word"),
-    [
-        ("logprobs_BG", "logprobs"),
-        ("values_BG1", "values"),
-        ("scores_B", "scores"),
-        ("old_values_BG1", "old_values"),
-        ("kl_coef", "kl_coef"),
-        ("mask", "mask"),
-        ("moments_3", "moments_3"),  # no letter of a shape
-        ("x_bG", "x_bG"),
-        ("chosen_logprobs_BG", "chosen_logprobs"),
-    ],
-)
-def test_word_of(parameter, word):
-    assert word_of(parameter) == word
-
-
 def test_numbers_are_options_and_the_state():
     algorithm, moments = load_algorithm("ppo"), RunningMoments(2.0, 1.0, 3.0)
     found = algorithm.numbers(ppo.Options(kl_coef=0.1, gamma=0.5), ppo.State(0.7, moments))
@@ -146,14 +128,6 @@ def test_a_page_of_a_file(tmp_path):
     assert algorithm.source == path.read_text(encoding="utf-8") and not algorithm.has_state
     assert algorithm.trained_roles == ("policy",) and set(algorithm.data) == {"prompts"}
     assert not list(tmp_path.glob("__pycache__"))
-
-
-def test_a_page_that_is_not_there(tmp_path):
-    assert "algorithm file nowhere.py does not exist" in refused("nowhere.py")
-    text = refused("pppo")
-    assert "unknown algorithm 'pppo' (did you mean 'ppo'?)" in text and "path/to/mine.py" in text
-    assert "unknown algorithm 'losses'" in refused("losses"), "a module that is no page"
-    assert "give it a name of letters" in refused(write_page(tmp_path, name="my-own"))
 
 
 @pytest.mark.parametrize("name", ["data", "optimizer", "models", "strategy", "iterations"])
@@ -198,17 +172,6 @@ def test_a_function_may_be_named_with_its_file(tmp_path):
     assert found.function is surrogates.policy_loss and found.prepare is surrogates.policy_loss_prepare
 
 
-def test_a_function_may_be_an_object_without_a_hash():
-    @dataclasses.dataclass
-    class Scaled:
-        factor: float
-
-        def __call__(self, logprobs_BG, mask_BG=None):
-            return self.factor * logprobs_BG
-
-    assert bound(Scaled(2.0), {"logprobs": 1, "other": 2}) == {"logprobs_BG": 1}
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -241,14 +204,6 @@ def test_check_with_a_page_of_a_file(tmp_path):
     assert not any("critic" in line or "actor" in line for line in text)
 
 
-def test_check_says_what_is_wrong_with_a_page(tmp_path, capsys):
-    path = write_page(tmp_path, ('model("judge")', 'model("jugde")'))
-    assert main(["check", "flattening", "--algorithm", str(path)]) != 0
-    shown = capsys.readouterr()
-    assert "Traceback" not in shown.err and "the workflow uses the model 'jugde'" in shown.err
-    assert shown.err.count("error") <= 1
-
-
 def test_options_of_a_page_are_typed(tmp_path):
     path = str(write_page(tmp_path))
     config = presets.load("tiny", ["mine.scale=0.25", "mine.sign=down", "mine.epochs=3"], algorithm=path)
@@ -271,9 +226,3 @@ def test_options_of_a_page_are_typed(tmp_path):
             presets.load("tiny", [override], algorithm=path)
         assert all(word in str(error.value) for word in words), str(error.value)
         assert override.startswith("ppo.") or "ppo." not in str(error.value), "options of another algorithm are no help"
-
-
-def test_a_page_that_is_not_utf_8_is_told(tmp_path):
-    path = write_page(tmp_path)
-    path.write_bytes(path.read_bytes() + "# f\u00fcr\n".encode("latin-1"))
-    assert "mine.py cannot be imported" in refused(path)

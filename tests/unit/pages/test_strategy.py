@@ -107,23 +107,6 @@ def test_the_template_says_what_a_ratio_looks_like():
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("flatening", ["'flatening'", "did you mean 'flattening'", "path/to/mine.py"]),
-        ("xyzzy", ["unknown strategy 'xyzzy'", "flattening"]),
-        ("", ["unknown strategy ''"]),
-        ("_template", ["unknown strategy '_template'"]),
-        ("os.path", ["unknown strategy"]),
-        ("none/mine.py", ["none/mine.py does not exist"]),
-    ],
-)
-def test_names_that_are_none(name, words):
-    with pytest.raises(UserError) as error:
-        load_strategy(name)
-    assert all(word in str(error.value) for word in words), error.value
-
-
-@pytest.mark.parametrize(
     ("source", "words"),
     [
         ("def plaice(workload, cluster): ...", ["no function place(workload, cluster", "_template.py"]),
@@ -149,12 +132,6 @@ def test_further_options_are_those_of_a_dataclass(write):
     assert own.further is None and "zero" in own.parameters
 
 
-def test_a_folder_is_no_file(tmp_path):
-    (tmp_path / "folder.py").mkdir()
-    with pytest.raises(UserError, match="folder.py is a folder"):
-        load_strategy(str(tmp_path / "folder.py"))
-
-
 def test_a_file_may_hold_dataclasses_with_late_annotations(tmp_path):
     """dataclasses look their own module up by name, which a module loaded by path must not break."""
     (tmp_path / "mine.py").write_text(
@@ -163,12 +140,6 @@ def test_a_file_may_hold_dataclasses_with_late_annotations(tmp_path):
         encoding="utf-8",
     )
     assert compiled(str(tmp_path / "mine.py"), zero="1").placement.layouts["actor_train"].zero == 1
-
-
-def test_a_file_in_another_encoding(tmp_path):
-    source = "# -*- coding: latin-1 -*-\n# caf\xe9\n" + HEAD + EVERYWHERE
-    (tmp_path / "mine.py").write_bytes(source.encode("latin-1"))
-    assert "caf\xe9" in load_strategy(str(tmp_path / "mine.py")).source
 
 
 # ---- options -------------------------------------------------------------------------------------------------------
@@ -196,12 +167,6 @@ def test_options_get_the_types_of_place(write):
         "micro_batch": None,
         "fast": True,
     }
-
-
-def test_options_without_the_star_count_too(write):
-    path = write(EVERYWHERE.replace("*, ", ""))
-    assert compiled(path, zero="1").placement.layouts["critic_train"].zero == 1
-    assert "known: zero" in refused(path, workload="1")
 
 
 @pytest.mark.parametrize(
@@ -255,15 +220,6 @@ def test_a_place_with_other_parameters(write):
         assert "no function place(workload, cluster, *, ...)" in refused(write(source))
 
 
-def test_the_order_of_parameters_means_nothing(write):
-    strategy = load_strategy(
-        write(EVERYWHERE.replace("workload, cluster, *, zero: int = 0", "zero: int = 0, cluster=0, *, workload"))
-    )
-    assert list(strategy.parameters) == ["zero"]
-    program = strategy.compile(make_workload(), Cluster.parse("1x4"), {"zero": "1"})
-    assert program.placement.layouts["actor_train"].zero == 1
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -297,15 +253,6 @@ def test_a_placement_that_does_not_fit_names_strategy_call_ranks_and_mend(write,
     text = refused(write(CHANGED % change))
     assert text.startswith("strategy mine: ") and "raised" not in text
     assert all(word in text for word in words), text
-
-
-def test_a_layout_may_list_its_ranks_in_any_order(write):
-    """Who owns which rows is the order of the ranks: another one is another program, in the same group."""
-    backwards = "layouts['actor_train'] = Layout.data_parallel(reversed(cluster.ranks))"
-    program = compiled(write(CHANGED % backwards))
-    assert [f for f in check(program) if f.severity == "error"] == []
-    assert program.groups == {"ranks 0-3": (0, 1, 2, 3)} and program.transfers
-    assert program.fingerprint != compiled(write(CHANGED % "pass", "other.py")).fingerprint
 
 
 def test_our_own_bugs_are_not_blamed_on_place(write, monkeypatch):

@@ -95,14 +95,6 @@ def test_a_program_that_fits_is_shown_and_passes():
         assert words in shown
 
 
-def test_the_stages_of_a_pipeline_are_shown():
-    options = ("strategy.training_tp=1", "strategy.training_pp=2", "micro_batch=16")
-    done = run("check", "reallocation", "--layout", "1x2", *options)
-    assert done.returncode == 0 and done.stderr == ""
-    assert "Stages of actor_train with 2 micro-batches" in done.stdout
-    assert "stage 0 (ranks 0): F0 F1 B0 B1\n  stage 1 (ranks 1): F0 B0 F1 B1\n" in done.stdout
-
-
 def test_a_reader_that_goes_away_leaves_no_traceback():
     """The other end of the pipe is closed before anything is written, as with `| head -0`."""
     read, write = os.pipe()
@@ -132,12 +124,6 @@ def test_a_thread_that_place_leaves_keeps_no_verb_alive(tmp_path):
     own.write_text(text + "    return flat(workload, cluster)\n", encoding="utf-8")
     found = run("check", str(own), "--layout", "1x2", "--preset", "tiny")
     assert found.returncode == 0 and found.stdout.endswith('"ok": true}\n') and not found.stderr
-
-
-def test_a_mistake_ends_with_status_2_and_one_line():
-    done = run("check", "flattening", "--layout", "8by8", "--preset", "llama-7b")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("rlhf_spmd: error: layout '8by8'") and done.stderr.count("\n") == 1
 
 
 # ---- the rest in this process: it is the same main() ---------------------------------------------------------------
@@ -345,24 +331,3 @@ def test_the_configuration_is_printed_on_request_before_the_verdict(capsys):
     assert main([*words, "--show-config"]) == 1
     text, _, last = capsys.readouterr().out.partition(CONFIG_HEADING)
     assert plain.startswith(text) and "preset: llama-7b" in last and last.endswith(plain[len(text) :])
-
-
-def test_the_asked_rank_is_shown(capsys, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from rlhf_spmd.plan.layout import Layout\nfrom rlhf_spmd.plan.placement import Placement\n"
-        "def place(workload, cluster):\n"
-        "    here, there = Layout.data_parallel((0,)), Layout.data_parallel((1,))\n"
-        "    return Placement.by_model(workload, actor=here, critic=here, reference=there, reward=here)\n",
-        encoding="utf-8",
-    )
-    command = ["check", str(tmp_path / "mine.py"), "--layout", "1x3", "--preset", "llama-7b", "--device-type", "cpu"]
-    assert main([*command, "--rank", "1"]) == 0
-    text = capsys.readouterr().out
-    shown = text[text.index("What rank 1 executes") :]
-    assert "Run reference_infer" in shown and "Run actor_generate" not in shown
-    assert "Post transfer 0: responses to ranks 1 among ranks 0-1, 524,288 bytes" in shown
-    assert "warning: rank 2 runs no call in this placement" in shown
-    assert json.loads(text.splitlines()[-1])["bytes_per_iteration"] == 2 * 512 * 4 * 256
-    assert main([*command, "--rank", "2"]) == 0
-    text = capsys.readouterr().out
-    assert "     0  Agree on metrics" in text

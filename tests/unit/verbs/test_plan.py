@@ -16,11 +16,10 @@ from rlhf_spmd.command_line.fitting_strategies import COMPARED
 from rlhf_spmd.command_line.plans import auto
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import calibration_for, load_calibration
 from rlhf_spmd.machines.cluster_file import read_cluster
 from rlhf_spmd.pages.strategy import load_strategy
-from rlhf_spmd.plan.cluster import Cluster, Node
+from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.verbs.plan import _check_words
@@ -205,12 +204,6 @@ def test_bad_input_is_one_message(capsys, arguments, message):
     assert message in refusal(capsys, *arguments)
 
 
-def test_a_calibration_of_another_version_is_refused(capsys, tmp_path):
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps(CPU | {"version": 0}), encoding="utf-8")
-    assert "has version 0, this program reads 1; measure it again" in refusal(capsys, "--calibration", str(path))
-
-
 def test_a_cluster_file_with_a_device_that_was_not_measured_is_refused(capsys, tmp_path):
     path = tmp_path / "mixed.toml"
     path.write_text(
@@ -275,18 +268,6 @@ def test_plans_stand_beside_the_strategies(planned):
     assert result["ok"] is True and set(COMPARED) < set(result["plans"])
     seconds = [value for value in result["plans"].values() if value is not None]
     assert result["forecast_s"] == pytest.approx(min(seconds)) == result["plans"][result["name"]]
-
-
-def test_the_calibration_of_a_device_is_found_by_its_type(cpu_file):
-    assert calibration_for(None, Cluster.parse("1x8", "a100-80g")).name == "a100-80g-derived"
-    assert calibration_for(None, Cluster.parse("1x8", "h200-141g")) is None
-    assert calibration_for(None, Cluster((Node(2, "a100-80g"), Node(2, "h200-141g")))) is None
-    with pytest.raises(UserError, match="no calibration of h200-141g is shipped"):
-        calibration_for(None, Cluster((Node(2, "a100-80g"), Node(2, "h200-141g"))), required=True)
-    assert calibration_for(cpu_file, Cluster.parse("1x2")).name == "mine"
-    with pytest.raises(UserError, match="does not know devices of type h100-80g"):
-        calibration_for(cpu_file, Cluster.parse("1x2", "h100-80g"))
-    assert parse(["train", "--calibration", "x"]).calibration == "x"
 
 
 MIXED = "".join(f'[[nodes]]\ndevices = 2\ndevice = "{one}"\n' for one in ("a100-80g", "h100-80g"))

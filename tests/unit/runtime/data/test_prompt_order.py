@@ -144,8 +144,7 @@ def test_options(tmp_path, monkeypatch):
     write(tmp_path / "a,b.txt", "a")
     assert prompt_files(presets.load("tiny", ["data.prompts=a,b.txt"])) == ["a,b.txt"]
     for words, said in (
-        (["data.weights=1,2"], "give one weight for each file"),
-        (["data.prompts=a.txt,b.txt", "data.weights=1"], "give one weight for each file"),
+        (["data.weights=1,2"], "give one weight for each file of prompts"),
         (["data.prompts=a.txt,b.txt", "data.weights=1,0"], "data.weights=1,0: .*greater than 0"),
         (["data.prompts=a.txt,b.txt", "data.weights=1,inf"], "data.weights=1,inf: .*finite"),
         (["data.shuffle=maybe"], "data.shuffle=maybe"),

@@ -64,7 +64,7 @@ def test_whatever_a_function_raises_is_one_message(kind, monkeypatch):
 
     function = RewardFunction("r.py:score", bind(score))
     try:
-        with pytest.raises(UserError, match=rf"r.py:score raised {kind.__name__}: no .*rows 0 to 1"):
+        with pytest.raises(UserError, match=rf"r.py:score raised {kind.__name__}: no .*on a batch of 2 responses"):
             function(["p", "q"], ["a", "b"])
         if kind is KeyboardInterrupt:  # now it is the user's wish
             with suppress(KeyboardInterrupt):
