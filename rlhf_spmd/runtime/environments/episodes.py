@@ -226,11 +226,6 @@ class Episodes:
         """Returns the seconds of each answer."""
         return [answer_s for state in self.states for answer_s in state.seconds]
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether no clock had a say."""
-        return not any(state.num_timeouts or state.reason == TIMEOUT for state in self.states)
-
     # ---- rows that wait ---------------------------------------------------------------------------------------------
 
     def _go_on(self, number: int, value: Any = None) -> None:
