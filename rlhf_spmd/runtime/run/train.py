@@ -96,9 +96,14 @@ def train(
     if asked is not None:
         asked.listen(END)
     progress.say(running.doing)
-    if running.run() and len(history) < config.iterations:
-        _ended(running)
-        return None
+    running.begin()
+    for done in () if running.evaluator.why_over else running.loop.iterations():
+        running.take(done)
+        if END.name in done.signals and len(history) < config.iterations:
+            _ended(running)
+            return None
+        if running.evaluator.why_over:
+            break
     console.note(running.evaluator.why_over)
     running.evaluate()
     running.saver.finish()  # now, so that the run can be resumed whatever fails below
@@ -152,22 +157,19 @@ class Running:
         self.alarm = Alarm(console.metrics, history)
         self.loop = Loop(job, executor, history)
 
-    def run(self) -> bool:
-        """Runs the iterations that are left -> whether SIGTERM has ended them. Collective."""
-        self.evaluate()  # before training, or what an interrupted run has left out
+    def begin(self) -> None:
+        """Evaluates before training, or what an interrupted run has left out."""
+        self.evaluate()
         if self.history and self.evaluator.best_iteration == len(self.history):  # of this evaluation
             recorded.save_models(self.job, self.folder, "best")
-        iterations = iter(()) if self.evaluator.why_over else self.loop.iterations()
-        for done in iterations:
-            self.write(done)
-            is_told_to_end = END.name in done.signals
-            if not is_told_to_end:  # else there is no time, and the resumed run evaluates
-                self.evaluate()
-            self.save(done)
-            self.recorder.forget(done.number + 1 - TIMELINE_ITERATIONS)
-            if is_told_to_end or self.evaluator.why_over:
-                return is_told_to_end
-        return False
+
+    def take(self, done: Done) -> None:
+        """Writes, evaluates and saves an iteration."""
+        self.write(done)
+        if END.name not in done.signals:  # else there is no time, and the resumed run evaluates
+            self.evaluate()
+        self.save(done)
+        self.recorder.forget(done.number + 1 - TIMELINE_ITERATIONS)
 
     def doing(self) -> str:
         """Says what this rank does, for people who wait: in an iteration how far it is, and when the run may be over.
