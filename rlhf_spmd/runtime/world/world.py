@@ -325,7 +325,12 @@ class World:
     def group(self, name: str) -> Any:
         """Returns the process group of that name, which must include this rank; None if it is the only rank."""
         assert self._groups is not None, "call start_torch first"
-        return self._groups[name]
+        group = self._groups[name]
+        if group is not None:
+            from torch.distributed import GroupMember
+
+            assert group is not GroupMember.NON_GROUP_MEMBER, f"rank {self.rank} is not in group {name!r}"
+        return group
 
     def shutdown(self) -> None:
         """Ends torch.distributed and the control messages, so that the process can exit normally. Collective."""
