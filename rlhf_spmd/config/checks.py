@@ -12,6 +12,7 @@ from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, check_template_kwargs
 from rlhf_spmd.plan.adapters import ALL_LINEAR, LINEAR_LAYERS
 from rlhf_spmd.plan.workflow import Compute, Generate, check_temperature
 
+MOST_SEQUENCES, MOST_STEPS = 2**20, 10_000  # of an iteration: `check` goes through all of its steps
 MOST_COUNTED_EPOCHS = 1000  # whose steps are cut by a budget of tokens: seconds for small sets
 OF_THE_PACKAGE = ("rlhf_spmd.rewards:", "rlhf_spmd.embedded.table_tools:")
 ADAPTERS = ("lora.alpha", "lora.targets", "lora.rslora", "lora.dropout")
@@ -80,6 +81,12 @@ def _of_training(config: Config) -> Iterator[Rule]:
     sequences = config.rollout_batch * config.samples_per_prompt
     text = f"{sequences} sequences are not a multiple of mini_batch; change one of them"
     yield "rollout_batch samples_per_prompt mini_batch", sequences % config.mini_batch, text
+    text = (
+        f"an iteration has at most {MOST_SEQUENCES:,} sequences and {MOST_STEPS:,} optimizer steps; lower one of them"
+    )
+    num_steps = sequences // config.mini_batch * int(config.options.epochs)
+    key = f"rollout_batch samples_per_prompt mini_batch {config.algorithm.name}.epochs"
+    yield key, sequences > MOST_SEQUENCES or num_steps > MOST_STEPS, text
     restricts = (generation.top_p < 1 or generation.min_p > 0) and not generation.top_k
     text = "top_p and min_p need it, which bounds the sets that are stored; e.g. generation.top_k=200"
     yield "generation.top_k", restricts, text

@@ -62,9 +62,13 @@ class ConfigFile:
 
     @property
     def given(self) -> list[Setting]:
-        """Its settings, without the number of iterations where that follows from data.epochs."""
+        """Its settings; of a run's, without the number of iterations where that follows from data.epochs. Raises
+        UserError if a user gives both."""
         has_epochs = any(setting.key == EPOCHS and str(setting.value).strip("0.") for setting in self.settings)
-        return [setting for setting in self.settings if setting.key != ITERATIONS or not has_epochs]
+        kept = [setting for setting in self.settings if setting.key != ITERATIONS or not has_epochs]
+        if len(kept) < len(self.settings) and Path(self.path).name != CONFIG:
+            raise UserError(f"{self.path}: {ITERATIONS} and {EPOCHS} both say how long the run is: give one of them")
+        return kept
 
 
 def read_config_file(path: str) -> ConfigFile:

@@ -62,7 +62,8 @@ def test_one_of_the_two_is_given(tmp_path):
     message = "both say how long the run is: give one of them"
     with pytest.raises(UserError, match=message):
         load("iterations=4", "data.epochs=2")
-    assert load(text="iterations: 4\ndata:\n  epochs: 2\n", folder=tmp_path).data.epochs == 2
+    with pytest.raises(UserError, match=f"run.yaml: .*{message}"):
+        load(text="iterations: 4\ndata:\n  epochs: 2\n", folder=tmp_path)
     # words of the command line replace those of a file
     assert load("data.epochs=2", text="iterations: 4\n", folder=tmp_path).data.epochs == 2
     config = load("iterations=4", text="data:\n  epochs: 2\n", folder=tmp_path)

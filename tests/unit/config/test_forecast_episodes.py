@@ -56,7 +56,7 @@ def test_answers_have_room_in_responses_of_the_forecast_length():
     assert answers().tokens == 72 and answers("forecast_lengths=16").tokens == 12
     assert answers("forecast_episodes=3,95,0,0").tokens == 95
     for words in (["forecast_episodes=3,96,0,0"], ["forecast_episodes=3,16,0,0", "forecast_lengths=16,0.5"]):
-        with pytest.raises(UserError, match=r"answers of \d+ tokens have no room in an episode of \d+ "):
+        with pytest.raises(UserError, match=r"answers of \d+ tokens have no room in an episode of \d+"):
             answers(*words)
 
 

@@ -180,3 +180,9 @@ class Commented:
 def test_a_meaning_is_the_comment_after_a_field_or_above_it():
     wanted = {"after": "the one after it", "above": "what this one means, in two lines of comment"}
     assert comments_of(Commented) == wanted | {"both": "the one after it counts", "silent": ""}
+
+
+@pytest.mark.parametrize("sizes", [["samples_per_prompt=10000000000"], ["ppo.epochs=1000000"]])
+def test_an_iteration_has_a_largest_size(sizes):
+    """`check` would go through each optimizer step, and every rank holds the order of all rows."""
+    assert "at most 1,048,576 sequences and 10,000 optimizer steps" in refused(*sizes)
