@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlhf_spmd.plan.cost.seconds import step_messages
+from rlhf_spmd.plan.cost.step_messages import step_messages
 from tests.folders import write_all
 from tests.mpi.test_allocations import everywhere
 from tests.mpi.test_invariance import with_groups

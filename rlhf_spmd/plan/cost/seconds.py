@@ -25,8 +25,8 @@ from rlhf_spmd.plan.adapters import NUMBER_BYTES
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured
 from rlhf_spmd.plan.cost.memory import copied_bytes, num_params, num_trained, sequence_bytes
+from rlhf_spmd.plan.cost.step_messages import RINGS, step_messages
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.program.tensors import numbers_in, trained_weights_of
 from rlhf_spmd.plan.shard import split
 from rlhf_spmd.plan.workflow import Generate, Infer, Measure, ModelCall
 from rlhf_spmd.plan.workload import ModelShape, Workload
@@ -184,7 +184,7 @@ class Cost:
         return whole_s + (parts - 1) * (layout.dp - 1) * link.latency_s
 
     def update_s(self, model: str, layout: Layout, rank: int, num_passes: int) -> float:
-        """Returns seconds of the messages of an optimizer step, and of AdamW."""
+        """Returns seconds of the messages of an optimizer step (step_messages.py), and of AdamW."""
         params = num_trained(self.workload.shape(model), layout.shard(rank))
         mine = params / layout.dp if layout.zero else params
         sent = step_messages(self.workload, model, layout, rank, num_passes)
@@ -355,58 +355,3 @@ def decode_steps(responses: Sequence[int], places: int) -> Iterator[tuple[int, i
             ended.append(heapq.heappop(ends)[1])
         yield end - step, active, ended
         step = end
-
-
-# ---- the messages of an optimizer step -------------------------------------------------------------------------------
-
-
-RINGS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # how often a ring passes all of the bytes
-GRADIENT_BYTES, SQUARES_BYTES = 4, 8  # sums are in float32, those of squares for the norm in float64
-REUSE_NUMEL = 10**9  # weights that are used again after so many numbers stay gathered (DeepSpeed's default)
-TIED = "embed_tokens.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """A message of a step among some ranks.
-
-    num_bytes: of the whole.
-    number: how many of these a step sends.
-    """
-
-    kind: str  # of RINGS
-    ranks: tuple[int, ...]
-    num_bytes: int
-    number: int = 1
-
-
-def step_messages(workload: Workload, model: str, layout: Layout, rank: int, num_passes: int) -> list[Collective]:
-    """Returns what a rank sends in an optimizer step of a model, but for what the passes of slices and stages send.
-
-    num_passes: micro-batches of the rank that has the most; the others add blank ones.
-    """
-    shape, shard, data = workload.shape(model), layout.shard(rank), layout.data_ranks(rank)
-    zero = 0 if layout.dp == 1 else layout.zero if shape.adapters is None else min(layout.zero, 1)
-    numbers, sums = num_trained(shape, shard), num_passes if zero >= 2 else 1
-    boxes = [(weight, numbers_in(box)) for weight in trained_weights_of(shape) if (box := weight.box(shard))]
-    whole = sum(size for weight, size in boxes if weight.cut is None)
-    partial = workload.param_bytes if zero >= 2 else GRADIENT_BYTES
-    sent = [
-        Collective("reduce-scatter" if zero == 3 else "all-reduce", data, GRADIENT_BYTES * numbers, sums),
-        Collective("all-reduce", layout.tensor_ranks(rank), partial * whole, sums),
-        Collective("all-reduce", layout.model_ranks(rank), SQUARES_BYTES),
-    ]
-    sent += [
-        Collective("all-reduce", layout.tied_ranks(rank), GRADIENT_BYTES * size)
-        for weight, size in boxes
-        if weight.name == TIED and weight.stages == "ends"
-    ]
-    if zero in (1, 2):
-        sent.append(Collective("all-gather", data, workload.trained_number_bytes(model) * numbers))
-    if zero >= 2:
-        sent.append(Collective("all-reduce", data, SQUARES_BYTES))
-    if zero == 3:
-        params = num_params(shape, shard)
-        again = max(0, params - REUSE_NUMEL // 2)
-        sent += [Collective("all-gather", data, workload.param_bytes * size, num_passes) for size in (params, again)]
-    return [one for one in sent if len(one.ranks) > 1 and one.num_bytes]

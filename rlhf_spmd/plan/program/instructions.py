@@ -20,16 +20,15 @@ posted early would delay a stage's send behind it.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import HOST, STAGES, Layout, format_ranks, group_name
 from rlhf_spmd.plan.placement import Placement, uses_trained_weights
 from rlhf_spmd.plan.program.reallocate import Reallocation
+from rlhf_spmd.plan.program.stable_text import stable_text
 from rlhf_spmd.plan.runtime_words import ACTIONS
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call, Compute, Measure, Train
@@ -330,49 +329,3 @@ def merged(ranges: Iterable[range]) -> tuple[range, ...]:
             one = range(runs[-1].start, max(runs.pop().stop, one.stop))
         runs.append(one)
     return tuple(runs)
-
-
-# ---- text of a program that stays the same ---------------------------------------------------------------------------
-
-
-def stable_text(value: Any, shown: frozenset[type] = frozenset()) -> str:
-    """Returns data and frozen dataclasses as text: those of their fields that are compared, shown and not at their
-    default, by name. Raises TypeError for what has no such text.
-
-    shown: classes whose values are written by `str`.
-    """
-    return _writer(value.__class__, shown)(value)
-
-
-@lru_cache
-def _writer(kind: type, shown: frozenset[type]) -> Callable[[Any], str]:
-    if kind in shown:
-        return str
-    if is_dataclass(kind):
-        defaults = [(part.name, _default(part)) for part in fields(kind) if part.repr and part.compare]
-        return lambda value: _with_names(value, defaults, shown)
-    if kind is type(None) or issubclass(kind, bool | int | float | str):
-        return repr
-    if issubclass(kind, range):
-        return lambda value: f"{value.start}:{value.stop}:{value.step}"
-    if issubclass(kind, Mapping):
-        return lambda value: (
-            "{" + ", ".join([f"{key!r}: {stable_text(own, shown)}" for key, own in value.items()]) + "}"
-        )
-    if issubclass(kind, Set):
-        return lambda value: "{" + ", ".join(sorted(stable_text(own, shown) for own in value)) + "}"
-    if issubclass(kind, Sequence):
-        return lambda value: "[" + ", ".join([stable_text(own, shown) for own in value]) + "]"
-    raise TypeError(f"{kind.__name__} has no stable text")
-
-
-def _with_names(value: Any, defaults: list[tuple[str, Any]], shown: frozenset[type]) -> str:
-    found = ((name, getattr(value, name), default) for name, default in defaults)
-    parts = [f"{name}={stable_text(own, shown)}" for name, own, default in found if own != default]
-    return "(" + ", ".join(parts) + ")"
-
-
-def _default(part: Field[Any]) -> Any:
-    if not part.init:
-        return MISSING
-    return part.default_factory() if part.default_factory is not MISSING else part.default

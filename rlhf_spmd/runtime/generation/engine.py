@@ -15,20 +15,21 @@ stage draw the same tokens and send them to the other stages.
 """
 
 # R requests, B rows, G longest response, K largest sampling support, V vocabulary, D hidden
+
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.kernels.products import product
 from rlhf_spmd.kernels.sample import Sampled, sample
 from rlhf_spmd.kernels.sample_shard import sample_shard
+from rlhf_spmd.model.fast_attributes import fast_attributes
 from rlhf_spmd.model.linear import Copies, sum_bytes
 from rlhf_spmd.model.parallel import Parallel, vocabulary_of
 from rlhf_spmd.model.texts.tokenizer import has_stop
@@ -345,25 +346,3 @@ def _smallest(number: int, parallel: Parallel, device: torch.device) -> int:
         if group is not None:
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
     return int(smallest)
-
-
-# ---- attributes of modules -------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def fast_attributes(model: Transformer, forwards: Mapping[nn.Module, Callable | None] = {}) -> Iterator[None]:
-    """Makes the parameters of the layers' modules, and the forwards of their sub-modules, plain attributes inside this
-    context. Neither may be replaced meanwhile, and hooks inside the layers do not run.
-
-    forwards: replacements for the forwards of modules inside the layers; None: without the module.
-    """
-    modules = [module for layer in model.layers.values() for module in layer.modules()]
-    for module in modules:
-        module.__dict__.update({name: forwards.get(child, child.forward) for name, child in module.named_children()})
-        module.__dict__.update(module._parameters)
-    try:
-        yield
-    finally:
-        for module in modules:
-            for name in (*module._modules, *module._parameters):
-                del module.__dict__[name]

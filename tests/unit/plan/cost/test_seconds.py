@@ -11,7 +11,7 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost import seconds
+from rlhf_spmd.plan.cost import step_messages
 from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
 from rlhf_spmd.plan.cost.forecast_summary import call_s
@@ -212,7 +212,7 @@ def test_zero_3_gathers_and_gradients_are_summed():
 def test_what_an_update_of_five_passes_moves(zero, num_bytes, monkeypatch):
     """Gradients in float32: summed once, from ZeRO 2 for each pass; under ZeRO 1 and 2 then the new weights in 2 bytes;
     under ZeRO 3 weights for each pass, twice if the model is too large to keep them."""
-    monkeypatch.setattr(seconds, "REUSE_NUMEL", 0)
+    monkeypatch.setattr(step_messages, "REUSE_NUMEL", 0)
     program, _ = cost_of(machine(), 4, train={"zero": zero})
     cost = Cost(machine(inside=Link(1e6, 0.0)), program.workload, program.cluster)
     moved = num_bytes * num_params(SHAPE, Shard()) * 3 / 4
@@ -223,7 +223,7 @@ def test_what_an_update_of_five_passes_moves(zero, num_bytes, monkeypatch):
 def test_stages_sum_tied_embeddings_and_slices_their_norms():
     program, _ = cost_of(machine(), 4, shape=replace(SHAPE, tied=True))
     layout = Layout.grid_of(range(4), pp=2, tp=2)
-    sent = seconds.step_messages(program.workload, "actor", layout, 0, 9)
+    sent = step_messages.step_messages(program.workload, "actor", layout, 0, 9)
     norms = 4 * SHAPE.hidden_size * SHAPE.num_layers  # two in each layer of the half that the first stage has
     embeddings = 4 * SHAPE.vocab_size // 2 * SHAPE.hidden_size
     assert [(one.kind, one.ranks, one.num_bytes, one.number) for one in sent] == [

@@ -8,7 +8,7 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.program.instructions import stable_text
+from rlhf_spmd.plan.program.stable_text import stable_text
 
 
 @dataclass(frozen=True)

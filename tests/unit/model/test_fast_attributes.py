@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.fast_attributes import fast_attributes
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.generation.engine import fast_attributes
 
 
 def small(**options) -> Transformer:
