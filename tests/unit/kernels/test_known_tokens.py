@@ -12,7 +12,6 @@ from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.runtime.records.run_folder import RunFolder
-from rlhf_spmd.runtime.run import recorded
 from rlhf_spmd.runtime.run.recorded import save_models
 from tests.folders import write_all, write_model
 from tests.runs import RunOf, load
@@ -114,13 +113,6 @@ def test_a_run_draws_no_token_that_the_tokenizer_lacks(folder, tmp_path):
     assert saved["suppress_tokens"] == [10, 20, *range(63, 128)]
     assert read_config(tmp_path / "actor").eos_token_ids == (1,)
     load_model(tmp_path / "actor", head="lm")
-
-
-def test_a_run_of_another_support_is_not_resumed(folder):
-    job = RunOf(config_of(folder)).job
-    recorded.refuse_other_support(job, Path("runs/a"), 61)
-    with pytest.raises(UserError, match="runs/a sampled from 60 tokens, and the tokenizer of .* now has 61"):
-        recorded.refuse_other_support(job, Path("runs/a"), 60)
 
 
 def test_an_end_that_the_tokenizer_lacks_is_refused(tmp_path):
