@@ -37,6 +37,8 @@ from rlhf_spmd.model.texts.tokenizer_files import (
     TOKENIZER_FILES,
     Texts,
     changed_tokens,
+    check_ids,
+    named_templates,
     no_chat_template,
     read_backend,
     read_template,
@@ -182,10 +184,17 @@ def write_texts(folder: Path, config: ModelConfig, texts: Texts) -> ModelConfig:
 def _replace_template(folder: Path, text: str) -> None:
     """Writes a chat template in the place of a tokenizer's own and of that for conversations with tools, wherever
     versions of transformers look for it."""
-    (folder / TEMPLATE).write_text(text, encoding="utf-8", newline="")
-    (folder / NAMED_TEMPLATES / f"{OF_TOOLS}.jinja").unlink(missing_ok=True)
-    if (folder / CONFIG).is_file():
-        weights.write_json(folder / CONFIG, read_json(folder / CONFIG) | {"chat_template": text})
+    settings = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    templates = settings.get("chat_template")
+    if isinstance(templates, list) and not (named_templates(folder) or (folder / TEMPLATE).is_file()):  # the files win
+        others = [template for template in templates if template.get("name") not in ("default", OF_TOOLS)]
+        templates = [{"name": "default", "template": text}, *others]
+    else:
+        templates = text
+        (folder / TEMPLATE).write_text(text, encoding="utf-8", newline="")
+        (folder / NAMED_TEMPLATES / f"{OF_TOOLS}.jinja").unlink(missing_ok=True)
+    if settings:
+        weights.write_json(folder / CONFIG, settings | {"chat_template": templates})
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -204,6 +213,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     backend = read_backend(folder)
     if changed_tokens(folder, backend):  # by the class that does what tokenizer.json says
         backend = _transformers_tokenizer(folder, "PreTrainedTokenizerFast").backend_tokenizer
+    check_ids(folder, backend)
     return Tokenizer.of_backend(backend, folder)
 
 

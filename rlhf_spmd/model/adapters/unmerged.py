@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
-from rlhf_spmd.model.adapters.config import AdapterConfig
+from rlhf_spmd.model.adapters.config import OUTER, AdapterConfig, merge_here
 from rlhf_spmd.model.adapters.files import check_base, read_adapter, write_adapter
 from rlhf_spmd.model.adapters.uniform import BASE_HERE, adapters_in, model_files
 from rlhf_spmd.model.config import naming
@@ -49,6 +49,8 @@ def take_adapter(model: Transformer, folder: str | Path) -> None:
     config, factors, saved = read_adapter(folder)
     whole = Transformer(model.config, head=model.head, device="meta")
     with naming(f"{folder} does not fit its base"):
+        if other := next(iter(({*OUTER} & {*factors}) | ({*saved} - {"score.weight"})), ""):
+            raise UserError(f"it changes {other}, which a run can't adapt; {merge_here(folder)}")
         if config.head == "scalar" and model.head == "lm":
             raise UserError("it is of a critic or reward model (SEQ_CLS), and a language model is wanted")
         check_base(config, factors, saved, {hf.to_hf_name(name): one.shape for name, one in whole.state_dict().items()})

@@ -135,6 +135,17 @@ def listed_tokens(folder: Path) -> dict[str, tuple[int, Mapping[str, Any]]]:
         raise UserError(f"{path} does not list added tokens with their ids ({error!r}); copy it again") from None
 
 
+def check_ids(folder: Path, backend: Any) -> None:
+    """Raises UserError if the files give a token different ids."""
+    for text, (number, _) in listed_tokens(folder).items():
+        if (other := backend.token_to_id(text)) != number:
+            file = CONFIG if LISTED in _settings(folder) else ADDED
+            raise UserError(
+                f"{folder / file} gives the token {text!r} the id {number}, but with {BACKEND} it is {other}; correct "
+                "the file that does not fit the model's embeddings"
+            )
+
+
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 

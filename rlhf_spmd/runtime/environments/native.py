@@ -10,14 +10,16 @@ import inspect
 import json
 import math
 import numbers
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.errors import UserError
 
 MOST_ERROR = 300  # characters of an error that a model gets
+ADDRESS = re.compile(r"<.* at 0x[0-9a-f]+>")  # in the text of an object that has none of its own
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 ANSWER_ROLES = ("user", "tool")  # of messages that answer a turn
 Message = dict[str, Any]
@@ -198,8 +200,10 @@ def failed(error: BaseException) -> Step:
     task = asyncio.current_task()
     if isinstance(error, UserError) or (task is not None and task.cancelling()):
         raise error
-    message = " ".join(f"error: {type(error).__name__}: {error}".split())[:MOST_ERROR]
-    return Step(message.removesuffix(":"), has_failed=True)
+    message = ""
+    with suppress(Exception):  # of the error's own method
+        message = " ".join(f": {error}".split())[:MOST_ERROR]
+    return Step(f"error: {type(error).__name__}{message}".removesuffix(":"), has_failed=True)
 
 
 def taken_by(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,7 +233,8 @@ def checking(what: str, result: Any, wanted: str) -> Iterator[None]:
 
 
 def text_of(value: Any) -> str:
-    """Returns a result as text: lists and dicts as JSON, sets as sorted lists, bytes as UTF-8."""
+    """Returns a result as text: lists and dicts as JSON, sets as sorted lists, bytes as UTF-8. Raises ValueError for an
+    object without a text, which would be another one in each run."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, bytes | bytearray):
@@ -238,6 +243,8 @@ def text_of(value: Any) -> str:
         value = sorted(value, key=str)
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False, default=str)
+    if ADDRESS.fullmatch(str(value)):
+        raise ValueError
     return str(value)
 
 

@@ -1,14 +1,16 @@
 """Adapters beside the weights: peft's logits, the folder that a run writes, and the slices of shards."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
-from rlhf_spmd.model.adapters.files import read_adapter
+from rlhf_spmd.model.adapters.files import PREFIX, read_adapter
 from rlhf_spmd.model.adapters.uniform import adapters_in, is_adapter
 from rlhf_spmd.model.adapters.unmerged import load_any, save_adapter, take_adapter
 from rlhf_spmd.model.parallel import Parallel, slice_of
@@ -62,6 +64,17 @@ def test_a_shard_has_its_slices(index):
     take_adapter(part, folder)
     for name, one in part.state_dict().items():
         assert torch.equal(one, whole[name][slice_of(name, part.config, shard)]), name
+
+
+def test_stored_embeddings_are_refused(tmp_path):
+    """Which peft writes with save_embedding_layers, without naming them in modules_to_save."""
+    folder = shutil.copytree(ADAPTERS / "peft-0.17-last-names", tmp_path / "adapter")
+    (tmp_path / "base").symlink_to(BASE)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors[f"{PREFIX}model.embed_tokens.weight"] = hf.load_model(BASE, head="lm").state_dict()["embed_tokens.weight"]
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="it changes model.embed_tokens.weight, which a run can't adapt; merge it"):
+        load_any(str(folder), head="lm", dtype=torch.float32)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

@@ -108,6 +108,12 @@ def test_ids_that_are_none_are_refused(files, name, tmp_path):
         load_tokenizer(copy(tmp_path / "m", **files))
 
 
+def test_ids_that_disagree_are_refused(tmp_path):
+    folder = copy(tmp_path / "m", config={LISTED: {"7": special("<|pad|>")}})
+    with pytest.raises(UserError, match=r"tokenizer_config.json gives the token '<\|pad\|>' the id 7, .* it is 0;"):
+        load_tokenizer(folder)
+
+
 def test_a_reward_model_pads_with_a_listed_token(tmp_path):
     listed = {"0": special("<|pad|>"), "1024": special("<|padding|>"), "1025": special("<|im_end|>")}
     folder = copy(tmp_path / "m", config={LISTED: listed, "pad_token": "<|im_end|>", "eos_token": "<|im_end|>"})

@@ -239,6 +239,7 @@ async def sound(what: str):
     [
         ("return next(iter([]))", "error: RuntimeError: coroutine raised StopIteration"),
         ("raise asyncio.CancelledError", "error: CancelledError"),
+        ("raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})", "error: Mute"),
         ("return 'caf\\u00e9'.encode() + b'\\xff'", "caf\u00e9\ufffd"),
         ("return {'b', 'a', 'c'}", '["a", "b", "c"]'),
     ],
@@ -249,6 +250,12 @@ def test_what_a_tool_raises_or_returns_is_a_text(source, back, is_async, tmp_pat
     (tmp_path / "e.py").write_text(text if is_async else text.replace("async def", "def"), encoding="utf-8")
     answer = asyncio.run(only(f"{tmp_path}/e.py:sound").make().call("sound", {"what": ""}))
     assert answer == Step(back, has_failed=back.startswith("error"))
+
+
+def test_an_object_without_a_text_is_no_answer(tmp_path):
+    (tmp_path / "e.py").write_text(TOOL.format("return (x for x in 'ab')"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"the tool sound gave .* \(generator\): return a text"):
+        asyncio.run(only(f"{tmp_path}/e.py:sound").make().call("sound", {"what": ""}))
 
 
 def test_rewards_of_numpy_and_torch_are_numbers():
