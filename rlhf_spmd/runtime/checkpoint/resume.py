@@ -147,7 +147,7 @@ def refuse_other_inputs(now: Mapping[str, str], resumed: Resumed) -> None:
     for name, fingerprint in now.items():
         if before.get(name) == fingerprint:
             continue
-        logprobs = resumed.config.data.precomputed_logprobs
+        logprobs = resumed.config.data.precomputed_logprobs or (resumed.config.data.precompute and resumed.folder)
         files = f"the logprobs in {logprobs}" if logprobs else resumed.config.data.chat_template
         also = f" (or {files} did)" if files and name.startswith("prompts in ") else ""
         raise UserError(

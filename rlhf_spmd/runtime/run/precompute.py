@@ -42,16 +42,18 @@ def precompute_at_start(
     origin: recorded.Origin,
     summary: str,
 ) -> tuple[RunFolder, Config]:
-    """Computes what the run folder lacks, whose description is written before, so that the run can be resumed from here
-    on, and frees the frozen models -> the folder, and the options with it. Collective; raises UserError."""
+    """Computes what the run folder lacks, and frees the frozen models -> the folder, and the options with it. Before,
+    it writes the description of a run without a checkpoint, so that this can be resumed from here on. Collective;
+    raises UserError."""
     folder = None
     for options, phase in phases:
         job = prepare(replace(options, started=config.started), phase, world)
         config = replace(config, started=job.config.started)
         if folder is None:
-            described = replace(job.config, data=config.data)  # with the iterations that data.epochs are
             folder = recorded.open_folder(job, origin)
-            recorded.describe(replace(job, config=described, program=program), folder, origin, summary, [])
+            if origin.resumed is None or origin.resumed.checkpoint is None:
+                described = replace(job.config, data=config.data)  # with the iterations that data.epochs are
+                recorded.describe(replace(job, config=described, program=program), folder, origin, summary, [])
             config = replace(config, run_folder=str(folder.path))
         precompute(job, config.run_folder)
         job.close()
@@ -68,8 +70,9 @@ def precompute(job: Job, folder: str) -> None:
     world, workload = job.world, job.program.workload
     executor = Executor(job, Tracer(world.rank, world.hosts[world.rank]))
     parts = folder_of_parts(folder, job.config, job.prompts, job.known)
-    for number in range(math.ceil(len(job.prompts) / workload.mini_batch)):
-        path = path_of_part(parts, number)
+    num_parts = math.ceil(len(job.prompts) / workload.mini_batch)
+    for number in range(num_parts):
+        path = path_of_part(parts, number, num_parts)
         if world.bcast(path.is_file(), what="whether the logprobs of a batch are there"):
             continue
         data = _batch(job, number)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlhf_spmd.config.options import resolved
+from rlhf_spmd.config.options import Config, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import fingerprint
 from rlhf_spmd.model.adapters.unmerged import save_adapter
@@ -82,7 +82,12 @@ def inputs(job: Job) -> dict[str, str]:
     found |= functions_fingerprints(config)
     if config.algorithm.from_file:
         found["algorithm"] = hashlib.sha256(config.algorithm.source.encode()).hexdigest()
-    folders = [config.files().tokenizer]
+    return found | model_inputs(config)
+
+
+def model_inputs(config: Config) -> dict[str, str]:
+    """Returns fingerprints of the folders of models and tokenizer that a run reads, by name."""
+    found, folders = dict[str, str](), [config.files().tokenizer]
     for files in (config.files(role) for role in config.algorithm.roles):
         folders += [files.folder, files.adapter]
     for folder in filter(None, dict.fromkeys(folders)):

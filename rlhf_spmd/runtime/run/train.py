@@ -12,8 +12,9 @@ from rlhf_spmd.config.options import Config, function_labels, function_names
 from rlhf_spmd.files import output, progress
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.checkpoint.resume import refuse_fewer
+from rlhf_spmd.runtime.checkpoint.resume import refuse_fewer, refuse_other_inputs
 from rlhf_spmd.runtime.checkpoint.saving import Saver
+from rlhf_spmd.runtime.data.precomputed import has_all_parts
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.failure.last_checkpoint import resume_command
@@ -64,7 +65,12 @@ def train(
     folder = None
     if resumed and resumed.checkpoint:
         config = replace(config, run_folder=str(resumed.folder))
-    elif phases:
+        if config.data.precompute or config.data.precomputed_logprobs:
+            with world.together("comparing with the checkpoint"):  # before logprobs of other models are looked for
+                refuse_other_inputs(recorded.model_inputs(config), resumed)
+                has_all = has_all_parts(config.run_folder, len(phases))
+            phases = () if world.bcast(has_all, what="whether logprobs are missing") else phases
+    if phases:
         folder, config = precompute_at_start(config, program, world, phases, origin, summary)
     job = prepare(config, program, world, evaluation, products=resumed.products if resumed else None)
     config = job.config  # with the iterations that data.epochs are

@@ -15,6 +15,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cost.memory import static_bytes
 from rlhf_spmd.plan.program.evaluation import precompute_program
 from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.runtime.data.precomputed import has_all_parts
 from rlhf_spmd.runtime.run.precompute import precompute
 from rlhf_spmd.runtime.run.prepare import prepare
 from tests.folders import WORDS, write_model
@@ -138,11 +139,20 @@ def test_files_that_are_missing_or_broken_are_named(folder, tmp_path):
     words = f"data.precomputed_logprobs={tmp_path}"
     last = sorted(parts.iterdir())[-1]
     last.write_text("no numbers", encoding="utf-8")
-    with pytest.raises(UserError, match=f"{parts} can't be read"):
+    with pytest.raises(UserError, match=f"{last} can't be read .*: remove it, and resume {tmp_path}"):
         RunOf(config_of(folder, words))
+    assert has_all_parts(str(tmp_path), 1) and not has_all_parts(str(tmp_path), 2)
     last.unlink()
+    assert not has_all_parts(str(tmp_path), 1)
     with pytest.raises(UserError, match="has no logprobs of all rows"):
         RunOf(config_of(folder, words))
+
+
+def test_a_run_whose_rows_changed_is_refused(folder, tmp_path):
+    write(config_of(folder), tmp_path)
+    changed = config_of(folder, "data.precompute=true", f"data.prompts={folder / 'others.jsonl'}")
+    with pytest.raises(UserError, match=f"others.jsonl changed since {tmp_path} was started; restore the file"):
+        RunOf(dataclasses.replace(changed, run_folder=str(tmp_path)))
 
 
 def test_an_algorithm_without_a_frozen_model_is_refused(folder):
