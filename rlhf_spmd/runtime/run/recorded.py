@@ -87,13 +87,13 @@ def inputs(job: Job) -> dict[str, str]:
 
 def model_inputs(config: Config) -> dict[str, str]:
     """Returns fingerprints of the folders of models and tokenizer that a run reads, by name."""
-    found, folders = dict[str, str](), [config.files().tokenizer]
+    fingerprints, folders = dict[str, str](), [config.files().tokenizer]
     for files in (config.files(role) for role in config.algorithm.roles):
         folders += [files.folder, files.adapter]
     for folder in filter(None, dict.fromkeys(folders)):
         paths = [*Path(folder).glob("*"), *Path(folder).glob("additional_chat_templates/*")]
-        found[f"model in {folder}"] = fingerprint(sorted(path for path in paths if path.suffix in READ))
-    return found
+        fingerprints[f"model in {folder}"] = fingerprint(sorted(path for path in paths if path.suffix in READ))
+    return fingerprints
 
 
 def surroundings(job: Job) -> dict[str, str]:
