@@ -71,14 +71,20 @@ class Stream(io.TextIOWrapper):
 
 
 def prepare(*, is_work: bool, speaks: bool = True) -> None:
-    """Replaces sys.stdout and sys.stderr, unless they are closed. Call it first.
+    """Replaces sys.stdout and sys.stderr. Call it first.
 
     is_work: what is printed is the work of this process, so an output that can't be written ends it: with
     BrokenPipeError if the reader has left, else UserError. Otherwise it goes on without, and says so once if it speaks.
     """
-    for name in ("stdout", "stderr"):
-        before: TextIO | None = getattr(sys, name)
-        if before is not None:
+    is_closed = sys.stdout is None
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        before: Any = getattr(sys, name)
+        if before is None:  # its number would be given to the next file, which would get what is printed
+            before = os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8")
+            os.set_inheritable(before.fileno(), True)
+            setattr(sys, name, before)
+            setattr(sys, f"__{name}__", before)
+        if mode == "w":
             is_line, at_once = name == "stderr" or before.isatty(), getattr(before, "write_through", False)
             raw = io.FileIO(before.fileno(), "w", closefd=False)
             buffer = raw if at_once else io.BufferedWriter(raw)
@@ -86,6 +92,8 @@ def prepare(*, is_work: bool, speaks: bool = True) -> None:
             stream.wrote_s = time.monotonic()
             stream.is_work, stream.speaks = is_work and name == "stdout", speaks
             setattr(sys, name, stream)
+    if is_closed and speaks and not is_work:
+        _go_on_without("it is closed")
 
 
 def _go_on_without(reason: object) -> None:

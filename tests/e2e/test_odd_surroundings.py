@@ -47,6 +47,10 @@ threading.Thread.start = start
     assert "may not start another thread" in text and "(reported by rank 0 of 2)" in text
 
 
+def test_too_few_open_files():
+    assert refusal(f"ulimit -n 40; {RANKS}").startswith("the limit of open files on ")
+
+
 @pytest.mark.skipif(not may_unshare("-n"), reason="needs a network namespace")
 def test_no_loopback():
     text = refusal(f"unshare -n {RANKS}")
@@ -57,7 +61,7 @@ def test_no_loopback():
 def test_shared_memory_that_mpi_does_not_fit_into():
     train = f"{' '.join(mpi_command(2))} {sys.executable} -m rlhf_spmd train"
     text = refusal(f"unshare -m sh -c 'mount -t tmpfs -o size=1m tmpfs /dev/shm && {train}'", None)
-    assert "or /dev/shm is too small for MPI" in text and "--shm-size=1g" in text
+    assert "most likely /dev/shm is too small: 1 MiB" in text and "--shm-size=1g" in text
 
 
 def test_no_working_folder(tmp_path):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_spmd.runtime.failure.records import Record
+from rlhf_spmd.runtime.failure.supervise import exit_message
 from tests.run_mpi import environment_alone
 
 LIMIT_S = 60.0
@@ -293,3 +295,13 @@ def test_a_supervisor_ends_with_its_launcher():
     while is_alive(child) or is_alive(parent):
         assert time.monotonic() - began < LIMIT_S
         time.sleep(0.01)
+
+
+def test_a_kill_by_the_kernel_is_told_from_a_users_and_shared_memory_is_named():
+    record = Record.create()
+    record.signal = signal.SIGKILL
+    kernels, users = (exit_message(record, 2**30, by_kernel=by, free_bytes=2**30) for by in (True, False))
+    assert "memory ran out; this one used 1.0 GiB at most" in kernels and "a user or the batch system" in users
+    record.signal = signal.SIGBUS
+    few, many = (exit_message(record, 0, by_kernel=False, free_bytes=free) for free in (2**20, 2**30))
+    assert "/dev/shm is too small: 1 MiB were free, and MPI may need 24 MiB" in few and "its own code failed" in many

@@ -31,6 +31,7 @@ NUM_ACTIONS = 512
 NOWHERE = -1  # position of an action that is not an instruction
 MAGIC = b"rlhf-fl2"
 TEXT_BYTES, ACTION_BYTES, HOST_BYTES, PATH_BYTES = 512, 96, 64, 4096  # no path is longer
+LAST_S = 253_402_300_799.0  # the last second that a calendar has
 DONE, UNDONE = 1, 2  # Record.left: whether the status of the rank's work is known; 0: it has not left
 STORE_ANSWER_S = 3.0
 TURN_S = 2.0  # the first rank ends the job in less
@@ -142,11 +143,13 @@ class Record(ctypes.Structure):
 
     @classmethod
     def parse(cls, data: bytes) -> "Record | None":
-        """Reads the file of a record; None if it is not one. A text may be torn if the rank was writing it."""
+        """Reads the file of a record; None if it is not one, or has times that no clock shows. A text may be torn if
+        the rank was writing it."""
         if len(data) != ctypes.sizeof(cls):
             return None
         record = cls.from_buffer_copy(data)
-        return record if record.magic == MAGIC and record.rank >= 0 and record.num_begun >= 0 else None
+        is_whole = record.magic == MAGIC and record.rank >= 0 and record.num_begun >= 0
+        return record if is_whole and _are_times(record.now.since_s, record.beat_s, record.end_s) else None
 
     host = property(lambda self: self._host.decode(errors="replace"))
     run = property(lambda self: os.fsdecode(self._run), doc="The run folder, once it is known.")
@@ -181,7 +184,8 @@ class Record(ctypes.Structure):
     def last_actions(self) -> list[Action]:
         """Returns the recorded actions, the oldest first."""
         numbers = range(max(0, self.num_begun - NUM_ACTIONS), self.num_begun)
-        return [self.actions[number % NUM_ACTIONS] for number in numbers]
+        actions = [self.actions[number % NUM_ACTIONS] for number in numbers]
+        return [action for action in actions if _are_times(action.begin_s, action.end_s)]
 
     @property
     def where(self) -> str:
@@ -220,6 +224,10 @@ class Record(ctypes.Structure):
         self.is_claimed = True
         fcntl.flock(self.lock, fcntl.LOCK_UN)
         return is_first
+
+
+def _are_times(*seconds: float) -> bool:
+    return all(0.0 <= value <= LAST_S for value in seconds)
 
 
 class Positions:

@@ -15,11 +15,15 @@ import atexit
 import ctypes
 import faulthandler
 import os
+import re
+import shutil
 import signal
 import socket
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Set
+from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 from rlhf_spmd.files import output
@@ -49,6 +53,9 @@ FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE
 FROM_KERNEL = 0x80  # si_code of a signal from the terminal, which the rank also receives
 LOST_STATUS = 128 + signal.SIGKILL
 STACK_LINES = 6
+OOM_KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
+OOM_TICKS = 20  # a rank that dies within this time after an out-of-memory kill on its host may have been its victim
+MPI_BYTES, MPI_LEAST = 8 << 20, 24 << 20  # of shared memory that MPI may need: for a rank, and for any number of them
 
 
 def supervised() -> Record:
@@ -232,6 +239,8 @@ class Supervisor(Parent):
         """
         super().__init__(record, child, launcher)
         self.front, self.stack = front, stack
+        self.free_bytes = _free_shared_memory()  # before MPI takes its part
+        self.num_oom_kills = deque([_num_oom_kills()], maxlen=OOM_TICKS)  # on this host, at the last ticks
         self.asked: set[int] = set()
 
     def pass_on(self, received: Received) -> None:
@@ -264,6 +273,7 @@ class Supervisor(Parent):
             state, record.processor_s, record.memory_bytes = fields
             record.most_memory_bytes = max(record.most_memory_bytes, record.memory_bytes)
             record.beat_s, record._state = time.time(), state.encode()
+        self.num_oom_kills.append(_num_oom_kills())
         record.keep()
         self.check_late(name_of(record), bool(record.left), LEAVE_S)
 
@@ -280,9 +290,11 @@ class Supervisor(Parent):
         lost = not asked if number else bool(record.host) and not record.left
         status = 128 + number if number else status or int(lost)
         try:
+            by_kernel = _num_oom_kills() > self.num_oom_kills[0]
             clean_up()
             if lost and self.may_report():
-                self.report(exit_message(record, most_bytes) + self._stack(), status)
+                text = exit_message(record, most_bytes, by_kernel=by_kernel, free_bytes=self.free_bytes)
+                self.report(text + self._stack(), status)
         except Exception:  # whatever it is, the rank has ended
             output.say(traceback.format_exc())
         finally:
@@ -321,17 +333,25 @@ def lost_message(record: Record) -> str:
     return f"{text}: a user or the batch system did it{_go_on(record)}"
 
 
-def exit_message(record: Record, most_bytes: int) -> str:
-    """Returns the message about a rank that ended by a signal or its own exit."""
-    why = "its code called exit (os._exit, or exit in compiled code)"
-    if record.signal == signal.SIGKILL:
-        used = f"the memory used was {most_bytes / 2**30:.1f} GiB at most"
-        why = f"a user or the batch system sent it, or the kernel where memory ran out; {used}"
+def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, free_bytes: int) -> str:
+    """Returns the message about a rank that ended by a signal or its own exit.
+
+    by_kernel: perhaps killed for lack of memory.
+    free_bytes: of shared memory on this node before MPI was loaded.
+    """
+    why, used = "its code called exit (os._exit, or exit in compiled code)", f"{most_bytes / 2**30:.1f} GiB"
+    needed = max(MPI_LEAST, MPI_BYTES * launcher.num_on_node(os.environ))
+    if record.signal == signal.SIGKILL and by_kernel:
+        why = f"this host's kernel just killed processes because memory ran out; this one used {used} at most"
+    elif record.signal == signal.SIGKILL:
+        why = f"a user or the batch system sent it, perhaps because of the memory used ({used} at most)"
+    elif record.signal in FAULTS and not record.host and free_bytes < needed:
+        why = (
+            f"most likely {SHARED_MEMORY} is too small: {free_bytes / 2**20:.3g} MiB were free, and MPI may need "
+            f"{needed / 2**20:.3g} MiB for the ranks on this node; enlarge it (`docker run --shm-size=1g`)"
+        )
     elif record.signal in FAULTS:
-        other = "it could not start a thread (`ulimit -u`)"
-        if not record.host:
-            other = f"{SHARED_MEMORY} is too small for MPI (`docker run --shm-size=1g`)"
-        why = f"its own code failed, most likely compiled code, or {other}"
+        why = "its own code failed, most likely compiled code, or it could not start a thread (`ulimit -u`)"
     elif record.signal:
         why = "another process, or its own code, sent it"
     since = f", {time.time() - record.now.since_s:.1f} s after that began" if record.num_begun else ""
@@ -342,3 +362,19 @@ def exit_message(record: Record, most_bytes: int) -> str:
 def _go_on(record: Record) -> str:
     go_on = resume_hint(record.run, record.size)
     return f".\n{go_on}" if go_on else ""
+
+
+def _num_oom_kills() -> int:
+    """Returns how many processes the kernel has killed for lack of memory, on this host and, if known, in this
+    container."""
+    num = 0
+    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            num += sum(map(int, OOM_KILLS.findall(file.read(2**16))))
+    return num
+
+
+def _free_shared_memory() -> int:
+    with suppress(OSError):
+        return shutil.disk_usage(SHARED_MEMORY).free
+    return 0

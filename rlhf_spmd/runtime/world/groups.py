@@ -39,7 +39,8 @@ HEARTBEAT, HEARTBEAT_S = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", 480  # after which 
 
 
 def choose_for_mpi(environment: MutableMapping[str, str]) -> None:
-    """Sets, before MPI starts, loopback for a job on one node, else the interface that the user names.
+    """Sets, before MPI starts, loopback for a job on one node, else the interface that the user names. Raises UserError
+    if this host has none of that name.
 
     Between nodes, MPICH's UCX layer publishes a long address, which Slurm's PMI sometimes cuts at 1,024 characters
     ("value not properly terminated"). The libfabric layer's are short. Builds with one layer ignore the variable.
@@ -47,6 +48,7 @@ def choose_for_mpi(environment: MutableMapping[str, str]) -> None:
     if on_one_node(environment):
         environment.update(dict.fromkeys(MPI_VARIABLES, LOOPBACK_INTERFACE))
         return
+    check_interfaces(environment, (INTERFACE_OPTION,))
     if interface := environment.get(INTERFACE_OPTION, "").strip():
         for name in MPI_VARIABLES:
             environment.setdefault(name, interface)
@@ -69,6 +71,20 @@ def choose_for_torch(environment: MutableMapping[str, str], interface: str) -> N
     for name, value in ((GLOO, interface), (NCCL, f"={interface}")):  # without "=" it is a prefix
         if interface == LOOPBACK_INTERFACE or not environment.get(name, "").strip():
             environment[name] = value
+
+
+def check_interfaces(environment: Mapping[str, str], names: Sequence[str]) -> None:
+    """Raises UserError if one of these variables names only interfaces that this host does not have. NCCL's holds
+    beginnings of names, perhaps with ports, or after "^" what it must not use, which is not checked."""
+    present = sorted(psutil.net_if_addrs())
+    for name in names:
+        text = environment.get(name, "").strip()
+        wanted = [part.lstrip("=").partition(":")[0] for part in text.split(",")]
+        begins = name == NCCL and any(interface.startswith(tuple(wanted)) for interface in present)
+        if text and not text.startswith("^") and not begins and not {*wanted} <= {*present}:
+            raise UserError(
+                f"{name}={text}, but {socket.gethostname()} has no such network interface; it has {', '.join(present)}"
+            )
 
 
 def interface_addresses() -> dict[str, str]:
@@ -181,6 +197,8 @@ def connect_store(world: Any, timeout_s: float) -> Any:
     if world.num_nodes == 1 and world.one_network and (store := file_store(world, timeout_s)) is not None:
         choose_for_torch(os.environ, LOOPBACK_INTERFACE)
         return store
+    if not world.one_network:
+        check_interfaces(os.environ, (GLOO, NCCL) if world.computes.kind == "cuda" else (GLOO,))
     peers = sorted({host for host in world.hosts if host != world.hosts[0]})
     interface, address = LOOPBACK_INTERFACE, LOOPBACK
     if not world.one_network and world.rank == 0:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rlhf_spmd.files.json_text import json_object
+from rlhf_spmd.files.printing import printable
 
 Category = Literal["compute", "transfer", "wait", "control"]
 MAX_SPANS = 100_000  # per rank; older ones are dropped
@@ -195,10 +196,10 @@ def read_chrome(path: Path) -> list[dict[str, Any]]:
     events = json_object(path).get("traceEvents")
     for event in events if isinstance(events, list) else ():
         with suppress(KeyError, TypeError, AttributeError, OverflowError):
-            name, rank, args = str(event["name"]), event["pid"] + 0, dict(event.get("args", {}))
+            name, rank, args = printable(str(event["name"])), event["pid"] + 0, dict(event.get("args", {}))
             record = records.setdefault(rank, {"rank": rank, "host": "", "spans": []})
             if name == "process_name":
-                record["host"] = args["name"].partition(" (")[2].removesuffix(")")
+                record["host"] = printable(args["name"].partition(" (")[2].removesuffix(")"))
             if event["ph"] == "X":
                 start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
                 if -math.inf < start_s <= end_s < math.inf:

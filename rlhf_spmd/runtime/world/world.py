@@ -304,7 +304,8 @@ class World:
         with self.together("importing torch"):
             if self.one_network:
                 check_answer(torch_groups.LOOPBACK)  # torch would try for a minute, and not tell why
-            raise_open_files()
+            of_rank = [ranks for ranks in groups.values() if self.rank in ranks]
+            raise_open_files(self.size + sum(map(len, of_rank)))
             devices.import_torch(threads, self.threads)
             self._device_bytes = devices.select_device(self.computes)
         with self.together("connecting to the store"):

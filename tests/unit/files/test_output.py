@@ -38,6 +38,7 @@ def run(redirected: str, body: str = TALKS, *, is_work: bool = False, **environm
 @pytest.mark.parametrize(
     ("redirected", "reason"),
     [
+        (">&-", "it is closed"),
         ("> /dev/full", "No space left on device"),
         ("1< /dev/null", "Bad file descriptor"),
     ],
@@ -56,6 +57,12 @@ def test_output_that_is_the_work_ends_it():
     status, _, err = run("> /dev/full", body.format("print('é', flush=True)\n"), is_work=True)
     text = "standard output can't be written (No space left on device): print to another file or disk\n"
     assert (status, err) == (0, text)
+
+
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
+    body = f"file = open({str(tmp_path / 'data')!r}, 'w')\n{TALKS}print('e', file=sys.stderr)\n"
+    assert run("<&- >&- 2>&-", f"{body}print(file.fileno() > 2, file=file)")[0] == 0
+    assert (tmp_path / "data").read_bytes() == b"True\n"
 
 
 def test_an_error_is_written_whatever_became_of_the_streams():

@@ -1,6 +1,7 @@
 """What a rank needs from its machine is compared with what it has, and what is missing is named."""
 
 import os
+import resource
 
 import pytest
 
@@ -26,6 +27,18 @@ def test_a_working_folder_that_a_node_does_not_see(tmp_path):
     surroundings.check_common_folder(seen)
     with pytest.raises(UserError, match=f"does not see the working folder /nope of other ranks, and works in {here}: "):
         surroundings.check_common_folder([*seen, ["/nope", inode + 1]])
+
+
+def test_the_limit_of_open_files_is_raised_or_named(monkeypatch):
+    limits = []
+    monkeypatch.setattr("psutil.Process.num_fds", lambda _: 30)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 4096))
+    surroundings.raise_open_files(126)
+    assert limits == [(4096, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
+    with pytest.raises(UserError, match=r"the limit of open files on .* is 40 \(`ulimit -n`\).* up to 200: raise"):
+        surroundings.raise_open_files(126)
 
 
 def test_too_few_descriptors_or_threads_are_not_another_ranks_fault():

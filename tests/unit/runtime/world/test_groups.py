@@ -1,5 +1,7 @@
 """The network interface of torch.distributed."""
 
+import re
+
 import pytest
 from torch import distributed
 
@@ -74,7 +76,7 @@ def test_one_node_keeps_to_loopback(environment):
     ],
 )
 def test_several_nodes_keep_to_what_the_user_names(environment, monkeypatch):
-    monkeypatch.setattr(groups, "interface_addresses", lambda *_: {"ib0": "", "lo": ""})
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"ib0": [], "lo": []})
     assert not groups.on_one_node(environment)
     unnamed = dict(environment)
     groups.choose_for_mpi(unnamed)
@@ -85,6 +87,25 @@ def test_several_nodes_keep_to_what_the_user_names(environment, monkeypatch):
     torch = {groups.GLOO: "ib0", groups.NCCL: " "}
     groups.choose_for_torch(torch, "eth0")
     assert torch == {groups.GLOO: "ib0", groups.NCCL: "=eth0"}
+    named[groups.INTERFACE_OPTION] = "nope0"
+    with pytest.raises(UserError, match=r"RLHF_SPMD_INTERFACE=nope0, but .*; it has ib0, lo$"):
+        groups.choose_for_mpi(named)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "wrong"),
+    [
+        (groups.GLOO, ("", " ", "eth0", "eth0,lo"), ("eth", "eth0,nope0", "eth0 lo")),
+        (groups.NCCL, ("", "eth", "=eth0", "^lo", "^=lo", "nope0,eth0:5000", "^eth"), ("nope0", "=x")),
+    ],
+)
+def test_an_interface_that_is_absent_is_named(name, good, wrong, monkeypatch):
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth0": [], "lo": []})
+    for text in good:
+        groups.check_interfaces({name: text}, (name,))
+    for text in wrong:
+        with pytest.raises(UserError, match=f"{name}={re.escape(text)}, but .* it has eth0, lo$"):
+            groups.check_interfaces({name: text}, (name,))
 
 
 @pytest.mark.parametrize(
