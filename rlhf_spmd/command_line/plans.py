@@ -226,6 +226,8 @@ def _nearest(shipped: Sequence[Row]) -> str:
     if best := next(ranked(shipped), None):
         return f"Strategy {best.name} ({best.note}) fits if generation decodes fewer sequences at a time"
     misfits = [row for row in shipped if isinstance(row, Misfit)]
+    if not misfits:
+        return "No shipped strategy passes `check`, which names the errors"
     least = min(misfits, key=lambda row: row.missing_bytes)
     return f"The nearest shipped strategy is {least.name}, even with the smallest KV cache: {least.note}"
 

@@ -155,6 +155,9 @@ def _of_adapters(config: Config) -> Iterator[Rule]:
         key = f"lora.{role}.targets"
         if role in lora.roles:
             yield key, lora.roles[role].targets is not None and set(targets) - set(layers) or not targets, text
+            for name in (name.removeprefix("lora.") for name in ADAPTERS if config.adapters(role) is None):
+                needed = f"it has no effect without lora.{role}.rank=16; give that, or drop the option"
+                yield f"lora.{role}.{name}", getattr(lora.roles[role], name) is not None, needed
         is_other = config.models[role] and about.head == "lm" and has_own_head(files)
         yield f"models.{role}", is_other, "it is an adapter of a critic or reward model; give one of a language model"
         base = lora.base and files.adapter and other_base(files.adapter, lora.base)

@@ -26,6 +26,7 @@ WORDS = ("preset", "algorithm", "model", "strategy", "layout", "cluster", "calib
 STRATEGY_NAME = "strategy.name"  # the strategy, where `strategy` is a mapping with its options
 FUNCTIONS = ("reward_function", "eval.reward_function", "environment")
 CONFIG, PAGE = "config.json", "algorithm.py"  # of a run folder: the first names the second by its title
+TAG = "tag:yaml.org,2002:"  # of YAML's own types
 DEEPEST_LEVEL = 20  # of values in values, of a file of another program
 
 
@@ -128,9 +129,11 @@ def _settings(path: str, node: yaml.MappingNode, prefix: str) -> Iterator[Settin
             yield from _settings(path, value, f"{key}.")
             continue
         text = value.value
+        if not value.tag.startswith(TAG):
+            raise UserError(f"{where}{key} has the tag {value.tag}, which is not read: write the value alone")
         if isinstance(value, yaml.MappingNode):
             for name, _ in value.value:
-                name.tag = "tag:yaml.org,2002:str"  # `on` is a name, and not `true`
+                name.tag = f"{TAG}str"  # `on` is a name, and not `true`
             text = json.dumps(yaml.SafeLoader("").construct_document(value), default=str)
         elif isinstance(value, yaml.SequenceNode):
             text = [item.value for item in value.value]

@@ -16,6 +16,8 @@ def named_shapes(text: str, roles: Mapping[str, Role]) -> dict[str, str]:
     if any(not equals for _, equals, _ in parts):
         raise UserError(f"shape={text} is not ROLE=SHAPE, e.g. shape=actor=llama-70b,critic=llama-7b")
     found = {role.strip(): shape.strip() for role, _, shape in parts}
+    if len(found) < len(parts):
+        raise UserError(f"shape={text} names a role twice; drop one of the two")
     for role in found:
         check_known("role in the option shape", role, roles)
     for shape in found.values() or filter(None, [text]):

@@ -3,7 +3,7 @@ that of a cluster, and the share of its devices' memory that is reserved."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,6 +16,9 @@ from rlhf_spmd.pages.option_suggestions import check_known
 from rlhf_spmd.plan.cluster import RESERVE, Cluster
 from rlhf_spmd.plan.cost.calibration import HOST_LINK, SOURCES, VERSION, Calibration, Device, Link, Machine
 
+MAY_BE_ZERO = (  # all other numbers must be positive
+    *("seconds", "layer_s", "decode_layer_s", "decode_reduce_s", "graph_layer_s", "latency_s"),
+)
 CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
 
 
@@ -99,10 +102,25 @@ def read_calibration(path: str) -> Calibration:
             raise UserError(f"it has version {version}, this program reads {VERSION}; measure it again")
         file = _CalibrationFile.model_validate(content)
         parts = {name: getattr(file, name) for name in _CalibrationFile.model_fields if name != "version"}
-        return Calibration(name=Path(path).stem, **parts)
+        calibration = Calibration(name=Path(path).stem, **parts)
+        for wrong in _wrong_numbers(asdict(calibration)):
+            raise UserError(wrong)
+        return calibration
     except (OSError, ValueError, UserError) as error:  # of JSON, of the fields, of what they mean
         why = " ".join(str(error).split())
         raise UserError(f"calibration {path}: {why}; see rlhf_spmd/machines/calibration_file.py") from None
+
+
+def _wrong_numbers(value: object, where: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yields a message for each number that is too small, with its place in the file. Shapes may have zeros."""
+    if isinstance(value, dict | list | tuple):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            if name != "shape":
+                yield from _wrong_numbers(part, (*where, str(name)))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        zero = not {*where[-2:]}.isdisjoint(MAY_BE_ZERO)  # a number in a list has the name before its place
+        if not (value >= 0 if zero else value > 0):
+            yield f"{'.'.join(where)}: {value} should be {'at least' if zero else 'greater than'} 0"
 
 
 def write_calibration(calibration: Calibration, path: str) -> None:

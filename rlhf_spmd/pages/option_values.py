@@ -42,7 +42,10 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
         adapter = TypeAdapter(annotation)
     except PydanticUserError as error:
         raise UserError(f"{key} cannot be set from text, because its type is {annotation}") from error
-    text = ",".join(text) if isinstance(text, list) and annotation is str else text
+    if isinstance(text, list) and annotation is str:
+        if odd := next((item for item in text if "," in item), None):
+            raise UserError(f"{key}: the list has {odd!r}, and a comma would divide it in two; rename it")
+        text = ",".join(text)
     candidates: list[Any] = [None, "", [], {}] if text is None else [text]
     if isinstance(text, str):
         with suppress(ValueError, RecursionError):

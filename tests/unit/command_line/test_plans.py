@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_spmd.command_line.plans import Alternative, Misfit, ahead_text, alternatives, auto, fitted, kind_of
+from rlhf_spmd.command_line.plans import Alternative, Misfit, ahead_text, alternatives, auto, fastest, fitted, kind_of
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
@@ -31,6 +31,11 @@ def test_a_strategy_is_tried_with_more_sharding_until_it_fits():
 def test_one_rank_cannot_separate():
     found = fitted("separation", small_workload(), Cluster.parse("1x1"), machine())
     assert isinstance(found, Misfit) and "start at least 2 ranks" in found.note
+
+
+def test_no_row_that_passes_check_is_one_message():
+    with pytest.raises(UserError, match="there is no plan for 1x1.*check"):
+        fastest([], Cluster.parse("1x1"))
 
 
 def test_auto_is_the_same_every_time_and_is_what_its_source_says(tmp_path):

@@ -186,6 +186,8 @@ def test_a_layout_or_a_cluster_of_the_command_line_replaces_both(tmp_path):
         ("a: &x {b: *x}\n", ["not a file of options"]),
         ("reward_function: &x [*x]\n", ["line 1", "a list of something else than texts"]),
         ("seed: !!python/object/apply:os.system [ls]\n", ["line 1", "valid integer"]),
+        ("seed: !mine 3\n", ["line 1", "tag !mine"]),
+        ("data: {prompts: ['a,b.jsonl', c.jsonl]}\n", ["line 1", "'a,b.jsonl'", "comma"]),
     ],
 )
 def test_a_bad_file(tmp_path, text, words):

@@ -84,6 +84,10 @@ def test_rates_are_ten_times_those_of_full_training_unless_they_are_given():
         (["lora.rank=65"], "lora.actor.rank=65: .* of the actor has a side of .* lower the rank to .*, or leave"),
         (["lora.reference.rank=4"], "unknown option 'lora.reference.rank'"),
         (["lora.alpha=16"], "^lora.alpha=16.0: it has no effect without lora.rank=16"),
+        (
+            ["lora.actor.rank=4", "lora.critic.alpha=8"],
+            "^lora.critic.alpha=8.0: it has no effect without lora.critic.rank=16; give that, or drop the option$",
+        ),
         (["lora.rank=4", "lora.generate=merged"], "lora.generate=merged: .*apart.*joined"),
         (
             ["lora.generate=joined"],

@@ -43,6 +43,11 @@ def test_what_is_shipped_can_be_read(path):
         (lambda file: first(file)["forward"].pop("tables"), r"measured\.0\.forward\.tables"),
         (lambda file: first(file)["forward"]["tables"].pop(), "1 tables are for lengths"),
         (lambda file: first(file)["update"]["seconds"].pop(), "seconds for each, not .* with 1 seconds"),
+        (
+            lambda file: first(file)["update"].update(seconds=[-1.0, 1.0]),
+            r"update\.seconds\.0: -1\.0 should be at least 0",
+        ),
+        (lambda file: file["devices"]["cpu"].update(matrix_flops=0), r"devices\.cpu\.matrix_flops: 0.* greater than 0"),
         (lambda file: first(file)["update"].update(amounts=[2.0, 1.0]), "at least two amounts that ascend"),
         (lambda file: first(file)["update"].update(amounts=[2.0], seconds=[1.0]), "at least two amounts"),
         (lambda file: first(file)["shape"].pop("hidden_size"), r"shape\.hidden_size"),
