@@ -4,6 +4,7 @@ import argparse
 import json
 import operator
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -50,7 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
     if key := parsed.sort:
         check_known("column", key, names)
         numbers = [row for row in matching if isinstance(row.get(key), int | float)]
-        others = [row for row in matching if row not in numbers]
+        others = [row for row in matching if not isinstance(row.get(key), int | float)]
         matching = sorted(numbers, key=lambda row: row[key], reverse=parsed.descending) + others
     shown = matching[: parsed.limit]
     for row in shown:
@@ -83,9 +84,10 @@ def condition(text: str, names: Iterable[str]) -> Callable[[Row], bool]:
         raise UserError(f"--where {text!r}: write NAME>=NUMBER (or > < <= = !=), or NAME~REGULAR_EXPRESSION")
     name, sign, wanted = parts.groups()
     check_known("column", name, names)
-    number = None
-    with suppress(ValueError):
-        number = float(wanted)
+    number: float | None = None
+    for convert in (float, int):  # the last that can: whole numbers are compared exactly
+        with suppress(ValueError):
+            number = convert(wanted)
     try:
         re.compile(wanted if sign == "~" else "")
     except re.error as error:
@@ -108,7 +110,7 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
-            if isinstance(value, int | float) and name not in PLACES:
+            if isinstance(value, int | float) and name not in PLACES and abs(value) <= sys.float_info.max:
                 values.setdefault(name, []).append(value)
     found = {}
     for name, numbers in values.items():
@@ -126,13 +128,15 @@ def text_of(row: Row, first: int = 1) -> str:
     turns: Any = row.get("turns")
     parts: list[str] = []
     lines: list[str] = []
-    is_episode = isinstance(turns, list) and bool(turns) and "model" in turns[0]
-    if "iteration" in row:
+    is_episode = isinstance(turns, list) and bool(turns)
+    is_episode = is_episode and all(isinstance(turn, dict) and "model" in turn for turn in turns)
+    if isinstance(row.get("iteration"), int):
         row = row | {"iteration": row["iteration"] + first}
     for name in dict.fromkeys([*PLACES, *TEXTS, *row]):
         value = row.get(name)
         if isinstance(value, int | float):
-            parts.append(f"{PLACES[name]} {value}" if name in PLACES else f"{on_one_line(name)} {value:.4g}")
+            number = f"{value:.4g}" if abs(value) <= 1e300 else str(value)
+            parts.append(f"{PLACES[name]} {value}" if name in PLACES else f"{on_one_line(name)} {number}")
         elif isinstance(value, str | dict) and not (is_episode and name in ("response", "end")):
             text = value if isinstance(value, str) else json_text(value)
             lines.append(f"  {on_one_line(name)}: {on_one_line(text)}")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rlhf_spmd.files.printing import formatted
+from rlhf_spmd.files.printing import formatted, printable
 from rlhf_spmd.runtime.pictures.palette import FAINT_INK, INK, RULE
 from rlhf_spmd.runtime.pictures.picture import SMALL, TEXT, svg_of
 
@@ -43,6 +43,7 @@ def finite_points(pairs: Sequence[tuple[object, object]]) -> list[Point]:
 
 def curves(title: str, series: Sequence[Series]) -> str:
     """Draws the curves of a metric as an SVG element. series: of the runs that have this metric; each has a point."""
+    title, labels = printable(title), [printable(run.label) for run in series]
     figure = Figure((WIDTH, HEIGHT + LINE * len(series)), layout="constrained")
     axes = figure.add_subplot()
     handles = []
@@ -52,7 +53,6 @@ def curves(title: str, series: Sequence[Series]) -> str:
         marker = "o" if len(run.line) == 1 else ""
         handles += axes.plot(*_columns(run.line), marker=marker, ls="-", lw=width, ms=4, color=run.colour)
         axes.plot(*_columns(run.dots), marker="o", ls="--", lw=1.2, ms=4, color=run.colour)
-    labels = [run.label for run in series]
     heading = {"title": title, "title_fontproperties": {"size": TEXT, "weight": "bold"}, "alignment": "left"}
     looks = {"fontsize": SMALL, "labelcolor": INK, "frameon": False}
     figure.legend(handles, labels, loc="outside upper left", **heading, **looks)

@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from rlhf_spmd.files.printing import printable
 from rlhf_spmd.runtime.pictures.palette import FAINT_INK, INK, Style
 
 WIDTH, DPI = 8.5, 150
@@ -41,7 +42,7 @@ class Area:
         """Writes words at x from the left and y from the top."""
         width, height = self.figure.get_size_inches()
         at = x / width, (self.bottom + self.height - y) / height
-        self.figure.text(*at, words, fontsize=size, color=colour, va="center", **looks)
+        self.figure.text(*at, printable(words), fontsize=size, color=colour, va="center", **looks)
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
         """Returns axes whose corner is at left and top."""

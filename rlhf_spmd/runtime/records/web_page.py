@@ -7,6 +7,7 @@ would read as tags where it is put in, control characters in the whole page.
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -183,7 +184,10 @@ def read(path: Path) -> RunFiles:
 def page(runs: Sequence[RunFiles], title: str) -> str:
     """Returns the whole page."""
     written = {str(folder.resolve()): number for number, run in enumerate(runs) for folder in run.written}
-    made_by = {folder: written.get(os.path.realpath(folder)) for run in runs for folder in run.models.values()}
+    made_by: dict[str, int | None] = {}
+    for folder in (folder for run in runs for folder in run.models.values()):
+        with suppress(ValueError):  # of a text that is no path
+            made_by[folder] = written.get(os.path.realpath(folder))
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
     colours = run_colours(len(runs))
     made_with = [{"strategy": run.about.strategy or NONE, **run.about.made_with} for run in runs]

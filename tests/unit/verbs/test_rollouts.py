@@ -48,6 +48,19 @@ def test_rows_that_match(words, found, run, capsys):
     assert responses(run, capsys, *words) == found
 
 
+@pytest.mark.parametrize(
+    ("condition", "found"),
+    [
+        ("answer=9007199254740993", ["9007199254740993"]),  # as floats, it equals the number below it
+        ("answer=9007199254740992.0", ["9007199254740992"]),
+        ("answer<inf", ["9007199254740993", "9007199254740992", "0.1"]),
+    ],
+)
+def test_numbers_are_compared_exactly(condition, found):
+    rows = [{"answer": answer} for answer in (9007199254740993, 9007199254740992, 0.1)]
+    assert [str(row["answer"]) for row in rows if rollouts.condition(condition, rows[0])(row)] == found
+
+
 def test_text_and_means(run, capsys):
     assert main(["rollouts", str(run), "--iteration", "3", "--where", "prompt=2+2"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
@@ -93,6 +106,8 @@ def test_odd_names_and_numbers():
     """A column may have any name, and a sum of numbers may be beyond the largest one."""
     row = ROWS[0] | {"c\x1b[31m\n": 1, "text\u0007": "a", "b": True}
     assert "\x1b" not in rollouts.text_of(row) and "c\\x1b[31m\\n 1" in rollouts.text_of(row)
-    assert rollouts.means([{"x": 1e308, "y": 1.0}] * 4) == {"y": 1.0}
+    assert rollouts.means([{"x": 1e308, "y": 1.0, "n": 10**400, "nan": float("nan")}] * 4) == {"y": 1.0}
+    for turns in ([3, 4], ["a model"], [], [{"user": "a"}]):
+        assert "n 1000" in rollouts.text_of({"turns": turns, "n": 10**400, "iteration": "first"})
     for text, holds in (("b=true", True), ("b!=true", False)):
         assert rollouts.condition(text, row)(row) == holds

@@ -169,6 +169,14 @@ FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "
 FILES += ("rollouts/iteration-000000/part-0000.jsonl", "checkpoints/iteration-000001/manifest.json")
 
 
+@pytest.mark.parametrize("folder", ["a\0b", "\ud800"])
+def test_what_is_no_path_and_names_that_no_file_holds(folder, run, capsys):
+    (run / "config.json").write_text(json.dumps({"models": {"actor": folder}}), encoding="utf-8")
+    (run / "metrics.jsonl").write_text(json.dumps(LINES | {"half \ud800": 1.0}) + "\n", encoding="utf-8")
+    assert main(words("report", run)) == 0
+    assert "half \\ud800" in (run.parent / "page.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("kind", SPOILED)
 def test_no_shape_is_a_traceback(kind, run, capsys):
     for name in FILES:
@@ -193,6 +201,13 @@ def test_numbers_of_a_flight_record_may_be_anything(run, capsys):
     path.write_bytes(record)
     assert main(["status", str(run)]) == main(["postmortem", str(run)]) == 0
     assert "ended by signal 9999" in capsys.readouterr().out
+    for time in (float("nan"), -1.0, 1e300):
+        record = odd()
+        record.beat_s = time
+        assert Record.parse(bytes(record)) is None
+        record = odd()
+        record.actions[0].begin_s = time
+        assert Record.parse(bytes(record)).last_actions() == []
     record = odd()
     record.rank, record.num_begun, record.status = 7, 2**62, -(2**31)  # a rank that the program does not have
     path.write_bytes(record)
