@@ -59,6 +59,13 @@ def without_passes(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if PASS not in name}
 
 
+def titled(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns metrics under names for people: where each reward function has its own, those of the sum say so."""
+    is_sum = any("@" in name.partition("/")[2] and "@" not in name.partition("/")[0] for name in metrics)
+    titles = {name: " (weighted sum)" if is_sum and "@" in name.partition("/")[0] else "" for name in metrics}
+    return {f"{name}{titles[name]}": value for name, value in metrics.items()}
+
+
 def best_row(rows: Sequence[Mapping[str, float]], metric: str, *, less: bool = False) -> int:
     """Returns the first of the rows with the largest value of a metric; less: with the smallest."""
     sign = -1 if less else 1

@@ -7,6 +7,7 @@ from typing import Any
 from rlhf_spmd.command_line.checks import evaluate_of, refuse_errors
 from rlhf_spmd.command_line.ranks import cluster_of_run, compare_options, compare_programs, on_device, start_torch
 from rlhf_spmd.command_line.words import DEFAULT_STRATEGY, code_note, load_config
+from rlhf_spmd.config.evaluation_metrics import titled
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KNOWN
@@ -44,7 +45,7 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
         print(note)
     metrics = evaluate_once(config, program, world, parsed.after)
     if world.rank == 0:
-        for name, value in metrics.items():
+        for name, value in titled(metrics).items():
             if isinstance(value, int | float):
                 print(f"{name:24} {value:.6g}")
         print_json(metrics | {"ok": True}, parsed.json)

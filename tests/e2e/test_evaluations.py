@@ -191,7 +191,8 @@ def test_each_of_several_functions_is_shown_and_may_choose_the_best(options, war
         assert passes == {"length/"} and "length/mean@3/x" in row
     text = " ".join(stdout.split())
     mean, whole = (f"{row[name]:.4g}" for name in ("length/mean@3", "mean@3"))
-    assert f"after 1 iteration: mean@3 {whole}, " in text and f"length/mean@3 {mean}, " in text and "mean@3/x " in text
+    assert f"after 1 iteration: mean@3 (weighted sum) {whole}, " in text
+    assert f"length/mean@3 {mean}, " in text and "mean@3/x (weighted sum) " in text and "length/mean@3/x " in text
     said = stdout.partition("evaluation before training")[2].partition("iteration")[0].splitlines()
     assert len(said) > 1 and max(map(len, said)) <= 80
     status, stdout, _ = warm.run(["status", tmp_path / "run"], 0)

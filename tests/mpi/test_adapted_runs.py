@@ -13,6 +13,7 @@ from rlhf_spmd.plan.cost.memory import working_bytes
 from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.execute.handlers.infer import Inference
+from rlhf_spmd.runtime.run.recorded import base_sums
 from rlhf_spmd.runtime.weights.weight_mover import Mover
 from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error
 from tests.mpi.test_restore import Runs, folder, stored_numbers, weights_of  # noqa: F401 (folder is a fixture)
@@ -47,7 +48,7 @@ def made_alone(world, folder, *words):  # noqa: F811
     """Runs on one rank, as every rank does alike."""
     settings = configs.overridden(Runs(world, folder, None).settings, [*LORA, *words])
     run = RunOf(settings, OneRank(), compiled(settings))
-    return run.iterations(), weights_of(run)
+    return run.iterations(), weights_of(run), base_sums(run.job)
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +67,11 @@ def compare(run: RunOf, alone, monkeypatch) -> None:
     world, movers, real = run.job.world, [], Mover.finish
     before = {name: one.clone() for name, one in bases_of(run).items()}
     monkeypatch.setattr(Mover, "finish", lambda self: (real(self), movers.append(self)))
-    history, (expected, adapters) = run.iterations(), alone
+    history, (expected, adapters, sums) = run.iterations(), alone
     sent = sum(world.allgather(sum(mover.num_bytes_sent for mover in movers), "the bytes sent"))
     moves = [one for one in run.program.transfers if one.reallocation is not None]
     assert sent == sum(transfer.num_bytes for transfer in moves) * run.config.iterations
+    assert base_sums(run.job) == sums and len(sums) == 2
     assert [one["tokens_sha256"] for one in history] == [one["tokens_sha256"] for one in expected]
     for mine, theirs in zip(history, expected, strict=True):
         for name in mine.keys() - {"tokens_sha256", *NOT_COMPARED}:
@@ -94,7 +96,7 @@ def test_tokens_and_adapters_of_one_rank(number, world, folder, alone, make_grou
 @pytest.fixture(scope="module")
 def alone_joined(world, folder, alone):  # noqa: F811
     found = made_alone(world, folder, JOINED)
-    (mine, _), (theirs, _) = found, alone
+    (mine, *_), (theirs, *_) = found, alone
     assert [one["tokens_sha256"] for one in mine] == [one["tokens_sha256"] for one in theirs]
     return found
 

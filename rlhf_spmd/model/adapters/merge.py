@@ -5,7 +5,7 @@ can give back the weight of the base; such weights are counted.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,3 +98,14 @@ def _add(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[int, int]:
     lost = (update != 0) & (rounded == weight)
     weight.copy_(rounded)
     return int((update != 0).sum()), int(lost.sum())
+
+
+def bit_sum(tensors: Iterable[Tensor]) -> int:
+    """Returns the sum of the bit patterns of all numbers, modulo 2^64. It does not depend on how they are cut: the sums
+    of parts add up to that of the whole. So a frozen base has one sum under every layout, and another one once a bit
+    has flipped."""
+    patterns, total = {2: torch.int16, 4: torch.int32, 8: torch.int64}, 0
+    for tensor in tensors:
+        bits = tensor.detach().view(patterns[tensor.element_size()]).reshape(-1)
+        total += sum(int(part.sum()) for part in bits.split(2**24))  # torch sums a copy of 8 bytes for each number
+    return total % 2**64

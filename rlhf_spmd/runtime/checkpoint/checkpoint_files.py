@@ -25,12 +25,12 @@ from pathlib import Path
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
-from rlhf_spmd.files.reading import read_bytes, why_no_file
+from rlhf_spmd.files.reading import paths_in, read_bytes, why_no_file
 from rlhf_spmd.runtime.failure.failures import NO_ROOM, advice
-from rlhf_spmd.runtime.failure.last_checkpoint import MANIFEST, complete_checkpoints, number_of
+from rlhf_spmd.runtime.failure.last_checkpoint import MANIFEST, NAME, complete_checkpoints, has_manifest, number_of
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
 
-FORMAT = 1
+FORMAT = 2
 DIRECTORY_MODE = 0o750
 CHUNK_BYTES = 16 * 2**20  # hashed and written at a time
 POLL_S = 0.02
@@ -163,9 +163,15 @@ def keep_newest(root: Path, num: int, best: int | None = None) -> None:
 
 
 def remove_drafts(root: Path) -> None:
-    """Deletes folders that a killed run has left half written or half deleted."""
-    for folder in root.glob(".iteration-*"):
+    """Deletes folders that a killed run has left half written or half deleted, or somebody half copied."""
+    for folder in [*root.glob(".iteration-*"), *without_manifest(root)]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def without_manifest(root: Path) -> list[Path]:
+    """Returns the folders that are named like a checkpoint but are incomplete."""
+    folders = [path for path in paths_in(root, "iteration-*") if path.is_dir()]
+    return [path for path in folders if NAME.fullmatch(path.name) and not has_manifest(path)]
 
 
 def _remove(folder: Path) -> None:
@@ -205,15 +211,16 @@ class Checkpoint:
             raise unusable(folder, f"{path} {why}")
         with reading(folder, MANIFEST):
             values = json_value(read_bytes(path))
-            versions, files = (values["format"], values["random_layout"]), dict(values["files"])
+            versions = values.get("format"), values.get("random_layout")
+            if versions != (FORMAT, RANDOM_LAYOUT):  # would differ from an uninterrupted run
+                raise UserError(
+                    f"{folder} was written by another version of rlhf_spmd (format and random numbers {versions}, here "
+                    f"{(FORMAT, RANDOM_LAYOUT)}); resume with the version that started the run, or start a new run"
+                )
+            files = dict(values["files"])
             outside = [name for name in files if name != Path(name).name]
             if values["iteration"] != number_of(folder) or outside:
                 raise ValueError(f"it is not of {folder.name} and files in it")
-        if versions != (FORMAT, RANDOM_LAYOUT):  # would differ from an uninterrupted run
-            raise UserError(
-                f"{folder} was written by another version of rlhf_spmd (format and random numbers {versions}, here "
-                f"{(FORMAT, RANDOM_LAYOUT)}); resume with the version that started the run, or start a new run"
-            )
         return cls(folder, values["iteration"], files)
 
     def verify(self, names: Iterable[str]) -> None:

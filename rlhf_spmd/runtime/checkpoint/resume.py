@@ -21,7 +21,7 @@ from rlhf_spmd.model.config import read_json
 from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.pages.option_tree import options_of, with_value
 from rlhf_spmd.pages.option_values import parse_value
-from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, reading
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, reading, without_manifest
 
 # Options that change no results of a run, except for rounding: where it computes, and in which portions.
 MAY_CHANGE = (
@@ -106,7 +106,9 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool, fil
     config = configs.overridden(stored, overrides, file.given if file else ())
     refuse_changes(made_with, config, folder)
     check_options(config)
-    notes = [] if checkpoint else [f"{folder} has no checkpoint yet: it starts again at iteration 1"]
+    incomplete = without_manifest(path / "checkpoints")
+    notes = [f"{draft} has no manifest, so it is not used, but deleted" for draft in incomplete]
+    notes += [] if checkpoint else [f"{folder} has no checkpoint yet: it starts again at iteration 1"]
     state = read_state(checkpoint, config) if checkpoint else {}
     refuse_fewer(config, checkpoint.iteration if checkpoint else 0, folder)
     about = read_json(path / PROGRAM) if is_file(path / PROGRAM) else {}

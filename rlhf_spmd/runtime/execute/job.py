@@ -65,6 +65,7 @@ class Job:
     columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
     stream: int | None = None  # of random numbers for the generate call; None: each call has its own
     products: Mapping[str, Any] = field(default_factory=dict)  # facts of the library of products, if it was chosen
+    base_sums: Mapping[str, str] = field(default_factory=dict)  # of models with adapters: recorded.base_sums
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
     notes: Sequence[str] = ()  # for the user, on rank 0 and the first rank of every other node
     environments: RunEnvironments | None = None  # of this rank; None: responses have one turn

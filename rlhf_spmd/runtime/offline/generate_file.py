@@ -43,6 +43,7 @@ from rlhf_spmd.runtime.offline.best_of import Judge, best_lines
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts
 from rlhf_spmd.runtime.profile.products import choose, limit_packing
+from rlhf_spmd.runtime.records.run_folder import writing
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
 from rlhf_spmd.runtime.world.devices import describe_device
 from rlhf_spmd.runtime.world.world import World
@@ -66,15 +67,17 @@ def check_out(path: Path, prompts: Path, *, overwrite: bool) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """Opens FILE.part, which is renamed at the end of the block, or deleted on an error. Raises UserError."""
+    """Opens FILE.part, which is renamed at the end of the block, or deleted on an error. Raises UserError, except for
+    the block."""
     path = path.absolute()  # a function of best_of may change the working folder
     part = path.with_name(f"{path.name}.part")
+    with writing(part):
+        file = part.open("w", encoding="utf-8")
     try:
-        with part.open("w", encoding="utf-8") as file:
+        with file:
             yield file
-        part.replace(path)
-    except OSError as error:
-        raise UserError(f"{part} cannot be written: {error.strerror or error}") from error
+        with writing(path):
+            part.replace(path)
     finally:
         with suppress(OSError):
             part.unlink()
@@ -249,8 +252,9 @@ def generate_file(
             if file is not None:
                 of_copies = [answers[rank] for rank in layout.ranks if layout.reports(rank)]
                 lines = merge_in_order(of_copies, kept)
-                file.write(json_lines(lines))
-                file.flush()
+                with writing(out):
+                    file.write(json_lines(lines))
+                    file.flush()
                 for line in lines:
                     totals.update(sequences=1, tokens=line["num_tokens"], ended=line["finish"] != "length")
                     totals.update({name: line[name] for name in ("score", "mean_score") if name in line})

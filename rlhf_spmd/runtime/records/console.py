@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, TextIO
 
 from rlhf_spmd.algorithms.page import Metric
+from rlhf_spmd.config.evaluation_metrics import titled
 from rlhf_spmd.files import output, progress
 from rlhf_spmd.files.json_text import finite
 from rlhf_spmd.files.printing import command_lines, formatted
@@ -176,8 +177,8 @@ class Console:
             form, unit = self.metrics[name].form, self.metrics[name].headline
             facts[name] = f"{formatted(first, form).strip()} -> {formatted(last, form).strip()} {unit}".rstrip()
         if result.evaluation:
-            ends = [f"{name} {' -> '.join(map(formatted, values))}" for name, values in result.evaluation.items()]
-            facts["evaluation"] = ", ".join(ends)
+            ends = titled({name: " -> ".join(map(formatted, values)) for name, values in result.evaluation.items()})
+            facts["evaluation"] = ", ".join(f"{name} {values}" for name, values in ends.items())
         generated = result.gen_tokens_per_s is not None
         speed = [f"{result.gen_tokens_per_s:,.0f} tokens/s generated"] if generated else []
         if result.iteration_s is not None:

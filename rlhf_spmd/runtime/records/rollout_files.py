@@ -29,11 +29,19 @@ OWN_TYPES = {  # of the columns that a run adds -> Arrow's
 Types = Mapping[str, Any]  # column of the data set -> its Arrow type; None: there is none
 
 
-def named(columns: Mapping[str, Any], own: Iterable[str]) -> Record:
-    """Returns columns of the data set by what they are called in rollouts: another name where a run has such a column
-    of its own."""
-    taken = {*own}
-    return {f"data.{name}" if name in taken else name: value for name, value in columns.items()}
+def other_names(columns: Sequence[str], own: Iterable[str]) -> dict[str, str]:
+    """Returns, for columns of the data set whose name is that of one of a run's own, what they are called in
+    rollouts."""
+    renamed, own = {}, {*own}
+    taken = own.union(columns)
+    for name in columns:
+        if name in own:
+            other = name
+            while other in taken:
+                other = f"data.{other}"
+            renamed[name] = other
+            taken.add(other)
+    return renamed
 
 
 def types_of(rows: Sequence[Record], names: Sequence[str]) -> Types:
@@ -54,17 +62,24 @@ def _type_of(values: list[Any]) -> Any:
 
 
 def write_part(
-    path: Path, rows: Iterator[tuple[Record, Record]], form: str, own: Mapping[str, str], types: Types
+    path: Path,
+    rows: Iterator[tuple[Record, Record]],
+    form: str,
+    own: Mapping[str, str],
+    types: Types,
+    renamed: Mapping[str, str],
 ) -> None:
     """Writes rows: what the run adds to each, and its columns of the data set. Raises OSError.
 
     form: `jsonl` or `parquet`.
     own, types: of both, for Parquet (OWN_TYPES, types_of).
+    renamed: columns of the data set with other names (other_names).
     """
     if form == "jsonl":
         with path.open("w", encoding="utf-8") as file:
             for added, record in rows:
-                file.write(json_text(added | named(finite(record), own)) + "\n")
+                columns = {renamed.get(name, name): value for name, value in finite(record).items()}
+                file.write(json_text(added | columns) + "\n")
         return
     import pyarrow
     from pyarrow import parquet
@@ -78,7 +93,8 @@ def write_part(
 
     for name, kind in own.items():
         add(name, OWN_TYPES[kind](pyarrow), (added.get(name) for added, _ in whole))
-    for (name, kind), shown in zip(types.items(), named(types, own), strict=True):
+    for name, kind in types.items():
+        shown = renamed.get(name, name)
         values = [finite(record.get(name)) for _, record in whole]
         if kind is None:
             texts = (None if value is None else json_text(value) for value in values)

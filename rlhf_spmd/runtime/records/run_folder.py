@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from rlhf_spmd.config.evaluation_metrics import titled
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import finite, json_lines, json_text, numbered_values
 from rlhf_spmd.files.printing import formatted, on_one_line
@@ -40,7 +41,7 @@ from rlhf_spmd.runtime.failure.failures import advice
 from rlhf_spmd.runtime.records.loggers import WANDB_ID, Curves
 from rlhf_spmd.runtime.world.trace import write_chrome
 
-CONFIG, EVALUATIONS = "config.json", "evaluations.jsonl"
+CONFIG, METRICS, EVALUATIONS = "config.json", "metrics.jsonl", "evaluations.jsonl"
 BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "algorithm.py", "wandb", WANDB_ID)
 DESCRIPTION = (CONFIG, "strategy.py", "program.json", "cluster.toml", "algorithm.py")  # copied into checkpoints
 TEXTS = ("tokens_sha256",)  # metrics that are no numbers
@@ -71,6 +72,7 @@ class RunFolder:
         self.shown, self.path, self.writes = Path(path), Path(path).absolute(), writes
         self.notes: list[str] = []  # files that could not be written and why; the console prints them at the end
         self._lock: TextIO | None = None
+        self._has_rows = False  # this process has written some into metrics.jsonl
         self.curves = Curves(self.path, self.notes)
 
     @classmethod
@@ -140,27 +142,59 @@ class RunFolder:
         paths = [self.path / name for name in DESCRIPTION if self.writes]
         return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
-    def metrics(self, num_iterations: int) -> list[dict[str, Any]]:
-        """Reads the rows of the first iterations in metrics.jsonl, with NaN for null."""
-        rows = [row for row in self.rows("metrics.jsonl") if row.get("iteration") in range(num_iterations)]
-        return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+    def metrics(self, num_iterations: int, needed: Iterable[str] = ()) -> list[dict[str, Any]]:
+        """Reads the rows of the first iterations in metrics.jsonl. Raises UserError for what is no number.
+
+        needed: numbers that all have.
+        """
+        rows = [row for row in self.rows(METRICS) if row.get("iteration") in range(num_iterations)]
+        for row in rows:
+            for name in {*needed, *row} - {*TEXTS}:
+                if not isinstance(row.get(name), float | int):
+                    raise UserError(
+                        f"{self.path / METRICS}, iteration {row['iteration']} has no number as {name}, so it is not of "
+                        "this run; restore the file"
+                    )
+        return rows
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Returns the objects of a file of lines; none if there is no file."""
-        return [row for _, row in numbered_values(self.path / name) if isinstance(row, dict)]
+        """Returns the objects of a file of lines, with NaN for null; none if there is no file. Raises UserError for a
+        line that is none, except for the last one of metrics.jsonl, of which a killed run may have written a part."""
+        values = list(numbered_values(self.path / name))
+        if name == METRICS and values and values[-1][1] is None:
+            values.pop()
+        rows = []
+        for number, row in values:
+            if not isinstance(row, dict):
+                raise UserError(f"{self.path / name}, line {number} is no object of JSON; restore the file")
+            rows.append({key: math.nan if value is None else value for key, value in row.items()})
+        return rows
+
+    def check(self) -> None:
+        """Raises UserError if the folder was deleted, emptied or replaced since it was locked."""
+        try:
+            if self._has_rows:
+                (self.path / METRICS).stat()
+            is_same = self._lock is None or os.path.samestat(
+                os.fstat(self._lock.fileno()), (self.path / ".lock").stat()
+            )
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            raise gone(self.path)
 
     def write_evaluations(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replaces evaluations.jsonl, and adds a point of the last row to each curve."""
         if rows or (self.path / EVALUATIONS).is_file():
             self.write(EVALUATIONS, "".join(json.dumps(finite(row)) + "\n" for row in rows))
         if self.writes and rows:
-            values = {f"eval/{name}": value for name, value in rows[-1].items() if isinstance(value, float)}
+            values = {f"eval/{name}": value for name, value in titled(rows[-1]).items() if isinstance(value, float)}
             self.curves.add(rows[-1]["iteration"], values)
 
     def keep_metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replaces metrics.jsonl by the rows of the iterations that a resumed run does not compute again."""
         self.curves.purge_step = len(rows)
-        self.write("metrics.jsonl", "".join(json.dumps(finite(row)) + "\n" for row in rows))
+        self.write(METRICS, "".join(json.dumps(finite(row)) + "\n" for row in rows))
 
     def write_metrics(
         self,
@@ -177,9 +211,12 @@ class RunFolder:
         """
         if not self.writes:
             return
-        path = self.path / "metrics.jsonl"
-        with writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"iteration": iteration} | finite(metrics)) + "\n")
+        path = self.path / METRICS
+        with writing(path):
+            self.check()
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"iteration": iteration} | finite(metrics)) + "\n")
+        self._has_rows = True
         values = {name: value for name, value in metrics.items() if not isinstance(value, str)}  # tokens_sha256
         named = {f"{groups.get(name, 'other')}/{name}": value for name, value in values.items()}
         self.curves.add(iteration, {**named, **more})

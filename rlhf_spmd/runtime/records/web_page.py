@@ -14,6 +14,7 @@ from pathlib import Path
 from jinja2 import Environment
 from markupsafe import Markup
 
+from rlhf_spmd.config.evaluation_metrics import titled
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_text
 from rlhf_spmd.files.printing import formatted, printable
@@ -178,7 +179,7 @@ def read(path: Path) -> RunFiles:
         raise UserError(f"{path} is not a run folder: {CONFIG} {why}; give the folder that train printed")
     metrics, evaluations, samples = (read_rows(path / name) for name in ("metrics.jsonl", EVALUATIONS, "samples.jsonl"))
     records = read_chrome(path / "timeline.json")
-    return RunFiles(path, config, reported(path, config), metrics, evaluations, samples, records)
+    return RunFiles(path, config, reported(path, config), metrics, [*map(titled, evaluations)], samples, records)
 
 
 def page(runs: Sequence[RunFiles], title: str) -> str:

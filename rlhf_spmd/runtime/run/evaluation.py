@@ -25,6 +25,7 @@ from rlhf_spmd.config.evaluation_metrics import (
     best_row,
     measure_by_source,
     metric_names,
+    titled,
     without_passes,
 )
 from rlhf_spmd.config.options import Config, evaluated, function_labels
@@ -191,7 +192,11 @@ class Evaluator:
             return
         with self.job.world.together("reading the evaluations so far"):
             rows = folder.rows(EVALUATIONS) if num_done and folder.writes else []
-            rows = [row for row in rows if row.get("iteration") in range(num_done + 1)]
+            if not all(isinstance(row.get("iteration"), int) for row in rows):
+                raise UserError(
+                    f"{folder.shown / EVALUATIONS} has a line without an iteration; restore the file, or delete it"
+                )
+            rows = [row for row in rows if row["iteration"] <= num_done]
             self._check(rows)
         self.rows = self.job.world.bcast(rows, what="the evaluations so far")
         folder.write_evaluations(self.rows)
@@ -264,8 +269,10 @@ class Evaluator:
     def _line(self, num_done: int, metrics: Mapping) -> str:
         """Returns a line for the console."""
         shown = self._names(metrics)
-        of_sources = [name for name in metrics if name.startswith(f"{shown[0]}/")] if shown else []
-        text = ", ".join(f"{name} {formatted(metrics[name])}" for name in (*shown, *of_sources))
+        means = [name for name in shown if name.endswith(shown[0])]
+        of_sources = [name for name in metrics if name.startswith(tuple(f"{mean}/" for mean in means))]
+        values = titled({name: metrics[name] for name in (*shown, *of_sources)})
+        text = ", ".join(f"{name} {formatted(value)}" for name, value in values.items())
         num = self.job.program.workload.rollout_batch
         when = f"after {_iterations(num_done)}" if num_done else "before training"
         rows = "prompts" if self.evaluation.scores else "rows"

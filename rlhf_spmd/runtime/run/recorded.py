@@ -12,8 +12,10 @@ import torch
 from rlhf_spmd.config.options import Config, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import fingerprint
+from rlhf_spmd.model.adapters.merge import bit_sum
 from rlhf_spmd.model.adapters.unmerged import save_adapter
 from rlhf_spmd.model.hf import save_state
+from rlhf_spmd.model.parallel import is_split
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
 from rlhf_spmd.runtime.checkpoint.resume import (
     PRODUCTS,
@@ -82,7 +84,7 @@ def inputs(job: Job) -> dict[str, str]:
     found |= functions_fingerprints(config)
     if config.algorithm.from_file:
         found["algorithm"] = hashlib.sha256(config.algorithm.source.encode()).hexdigest()
-    return found | model_inputs(config)
+    return found | model_inputs(config) | job.base_sums
 
 
 def model_inputs(config: Config) -> dict[str, str]:
@@ -94,6 +96,29 @@ def model_inputs(config: Config) -> dict[str, str]:
         paths = [*Path(folder).glob("*"), *Path(folder).glob("additional_chat_templates/*")]
         fingerprints[f"model in {folder}"] = fingerprint(sorted(path for path in paths if path.suffix in READ))
     return fingerprints
+
+
+def base_sums(job: Job) -> dict[str, str]:
+    """Returns the sum of all bits of the base of each model that trains adapters, the same in any layout, by the name
+    of an input. Collective."""
+    rank, own_sums = job.world.rank, dict[str, int]()
+    for call in job.program.workload.workflow.train_calls:
+        layout = job.layout(call)
+        if job.program.workload.shape(call.model).adapters is None or rank not in layout.ranks or layout.dp_index(rank):
+            continue
+        model = job.models.engines[call.model].model
+        shard, trained = model.parallel.shard, model.trained_names()
+        weights = []
+        for name, weight in model.named_parameters():
+            is_copy = (shard.tp_index and not is_split(name)) or (shard.stage and name == "embed_tokens.weight")
+            if name not in trained and not is_copy:
+                weights.append(weight)
+        own_sums[f"base below the adapters of the {call.model}"] = bit_sum(weights)
+    sums: dict[str, int] = {}
+    for of_rank in job.world.allgather(own_sums, "the sums of the bases"):
+        for name, value in of_rank.items():
+            sums[name] = (sums.get(name, 0) + value) % 2**64
+    return {name: str(value) for name, value in sums.items()}
 
 
 def surroundings(job: Job) -> dict[str, str]:
@@ -143,7 +168,9 @@ def start_or_resume(
     history: list[dict[str, Any]] = []
     if resumed is not None:
         with world.together("reading the metrics so far"):
-            history = folder.metrics(resumed.iteration) if world.rank == 0 else []
+            generates = bool(job.program.workload.workflow.generate_calls)
+            needed = ["iteration_s", *(["gen_tokens", "generate_s"] if generates else [])]
+            history = folder.metrics(resumed.iteration, needed) if world.rank == 0 else []
         history = world.bcast(history, what="the metrics so far")
     if resumed is None or resumed.checkpoint is None:
         describe(job, folder, origin, summary, history)

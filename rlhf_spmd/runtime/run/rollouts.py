@@ -25,7 +25,7 @@ from rlhf_spmd.runtime.data.readers import Record
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.generation.episodes import REASONS
-from rlhf_spmd.runtime.records.rollout_files import types_of, write_part
+from rlhf_spmd.runtime.records.rollout_files import other_names, types_of, write_part
 from rlhf_spmd.runtime.records.run_folder import writing
 
 FOLDER = "rollouts"
@@ -69,7 +69,9 @@ class Rollouts:
                 folder.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
                 draft = folder / f".{part}.{os.getpid()}"
                 keys = [key for key in self.call.inputs if key in data.store]
-                write_part(draft, self._rows(data, numbers), self.format, self._own(numbers, keys), self.types)
+                own = self._own(numbers, keys)
+                renamed = other_names(self.job.prompts.column_names, own)
+                write_part(draft, self._rows(data, numbers), self.format, own, self.types, renamed)
                 draft.replace(folder / part)
 
     def _exchanged(self, data: Iteration) -> dict[str, np.ndarray]:

@@ -73,7 +73,7 @@ def train(
     if phases:
         folder, config = precompute_at_start(config, program, world, phases, origin, summary)
     job = prepare(config, program, world, evaluation, products=resumed.products if resumed else None)
-    config = job.config  # with the iterations that data.epochs are
+    config, job.base_sums = job.config, recorded.base_sums(job)  # with the iterations that data.epochs are
     if resumed:
         with world.together("counting the iterations"):
             refuse_fewer(config, resumed.iteration, resumed.folder)

@@ -11,6 +11,7 @@ from rlhf_spmd.config.evaluation_metrics import (
     measure_by_source,
     metric_names,
     pass_at,
+    titled,
 )
 
 
@@ -55,3 +56,12 @@ def test_sources_are_told_apart_if_there_are_several():
 def test_the_first_of_equal_rows_is_the_best():
     rows = [{"x": value} for value in (1.0, 3.0, 3.0, 2.0)]
     assert best_row(rows, "x") == 1 and best_row(rows, "x", less=True) == 0
+
+
+def test_people_see_which_number_is_of_what():
+    metrics = {"mean@1": 1, "right/mean@1": 2, "mean@1/x": 3, "right/mean@1/x": 4, "iteration": 5}
+    assert [*titled(metrics)] == [
+        *("mean@1 (weighted sum)", "right/mean@1", "mean@1/x (weighted sum)", "right/mean@1/x", "iteration")
+    ]
+    of_one = {"mean@1": 1, "pass@1": 2, "mean@1/x": 3}
+    assert titled(of_one) == of_one, "a single function is the score"

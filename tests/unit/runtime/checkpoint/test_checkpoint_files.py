@@ -224,11 +224,21 @@ def test_a_manifest_that_makes_no_sense_is_refused(root, change, words):
     assert words in message and "iteration-000005" in message
 
 
-def test_another_version_is_refused(root):
-    edit(root, lambda values: values.update(random_layout=1))
+@pytest.mark.parametrize("name", ["format", "random_layout"])
+@pytest.mark.parametrize("lacks", [True, False])
+def test_another_version_is_refused(root, name, lacks):
+    edit(root, lambda values: values.pop(name) if lacks else values.update({name: 1}))
     assert "was written by another version of rlhf_spmd" in refused(root)
 
 
 def test_without_a_manifest_it_is_no_checkpoint(root):
     (checkpoint_folder(root, 10) / MANIFEST).unlink()
     assert verified(root).iteration == 5
+
+
+def test_a_folder_without_a_manifest_makes_way(root):
+    (checkpoint_folder(root, 10) / MANIFEST).unlink()
+    assert checkpoint_files.without_manifest(root) == [checkpoint_folder(root, 10)]
+    checkpoint_files.remove_drafts(root)
+    write(root, 10)
+    assert verified(root).iteration == 10

@@ -225,6 +225,18 @@ def test_null_is_nan_and_stays_null(tmp_path):
     assert '"kl": null' in path.read_text(encoding="utf-8")
 
 
+def test_rows_are_checked_before_a_resume_trains(tmp_path):
+    folder = RunFolder(tmp_path)
+    for text in ('{"iteration": 0}', '{"iteration": 0, "iteration_s": 1.0, "reward": "x"}'):
+        (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+        with pytest.raises(UserError, match="metrics.jsonl, iteration 0 has no number as (iteration_s|reward)"):
+            folder.metrics(2, ["iteration_s"])
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        (tmp_path / name).write_text('{"iteration": 0}\n[]\n', encoding="utf-8")
+        with pytest.raises(UserError, match=f"{name}, line 2 is no object"):
+            folder.rows(name)
+
+
 # Rights, pipes, paths
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlhf_spmd.runtime.records.rollout_files import named, read_part, types_of, write_part
+from rlhf_spmd.runtime.records.rollout_files import other_names, read_part, types_of, write_part
 
 OWN = {"iteration": "int", "prompt": "str", "scores": "float", "prompt_tokens": "ints", "logprobs": "floats"}
 OWN |= {"turns": "turns"}
@@ -43,7 +43,7 @@ def test_every_value_comes_back(form, tmp_path):
     schemas = set()
     for number, rows in enumerate((ROWS, ROWS[2:], [])):  # a part whose rows lack values, and one without rows
         path = tmp_path / f"part-{number}.{form}"
-        write_part(path, ((ADDED, row) for row in rows), form, OWN, types)
+        write_part(path, ((ADDED, row) for row in rows), form, OWN, types, other_names(list(COLUMNS), OWN))
         found = list(read_part(path))
         assert len(found) == len(rows)
         for got, row in zip(found, rows, strict=True):
@@ -61,5 +61,6 @@ def test_every_value_comes_back(form, tmp_path):
     assert len(schemas) == (form == "parquet")
 
 
-def test_a_name_that_is_taken():
-    assert named({"a": 1, "response": 2}, ["response"]) == {"a": 1, "data.response": 2}
+def test_names_that_are_taken():
+    assert other_names(["a", "b"], ["c"]) == {}
+    assert other_names(["response", "data.response"], ["response"]) == {"response": "data.data.response"}

@@ -131,6 +131,29 @@ def test_a_folder_that_goes_away_is_noticed(moved, tmp_path):
             write()
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_folder_that_is_replaced_is_noticed(begun, tmp_path):
+    folder = RunFolder.create(tmp_path, strategy="flattening", name="run")
+    folder.lock()
+    if begun:
+        folder.write_metrics(0, {"reward": 0.5})
+    shutil.rmtree(folder.path)
+    other = RunFolder.create(tmp_path, strategy="flattening", name="run")
+    other.lock()
+    other.write_metrics(0, {"reward": 0.5})
+    with pytest.raises(UserError, match=f"the run folder {folder.path} is gone.*start the run again"):
+        folder.write_metrics(1, {"reward": 0.5})
+
+
+def test_emptied_by_somebody_who_keeps_the_folder(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.lock()
+    folder.write_metrics(0, {"reward": 0.5})
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="is gone"):
+        folder.write_metrics(1, {"reward": 0.5})
+
+
 def test_events_that_cannot_be_written(tmp_path):
     """A disk that fills up is an error of the one thread there is."""
     folder = RunFolder(tmp_path)

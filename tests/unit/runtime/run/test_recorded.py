@@ -24,7 +24,7 @@ def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
     (tmp_path / "r.py").write_text("def f(prompts, responses): ...\n", encoding="utf-8")
     words = [f"models.actor={folder}", f"reward_function={tmp_path / 'r.py'}:f"]
     prompts = SimpleNamespace(fingerprints=lambda file: {f"prompts in {file}": "1"})
-    job = SimpleNamespace(config=presets.load("tiny", words), prompts=prompts, evaluation=None)
+    job = SimpleNamespace(config=presets.load("tiny", words), prompts=prompts, evaluation=None, base_sums={})
     before = recorded.inputs(job)
     changes = {
         "chat_template.jinja": "model",

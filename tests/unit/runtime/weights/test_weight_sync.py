@@ -11,7 +11,9 @@ from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.plan.adapters import is_factor
 from rlhf_spmd.plan.cost.memory import num_params, num_trained, static_bytes
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.runtime.run.recorded import inputs
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
+from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_other_inputs
+from rlhf_spmd.runtime.run.recorded import base_sums, inputs
 from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from tests.folders import write_all, write_model
@@ -152,3 +154,16 @@ def test_four_roles_hold_one_base(root, tmp_path, dtype):
     assert held <= 1.05 * whole + adapters + 12 * sum(trained)
     assert abs(held - sum(counted.values())) <= 0.002 * held
     assert adapters < whole / 4  # so a second copy of the base would not pass
+
+
+def test_a_base_with_one_other_bit_is_refused_at_a_resume(root, tmp_path):
+    run = RunOf(load(write_all(root), *WORDS, "lora.critic.rank=0"))
+    run.job.base_sums = base_sums(run.job)
+    assert run.job.base_sums.keys() == {"base below the adapters of the actor"}
+    resumed = Resumed(tmp_path, run.config, "flattening", Checkpoint(tmp_path, 1, {}), {"inputs": inputs(run.job)}, ())
+    refuse_other_inputs(inputs(run.job), resumed)
+    weight = run.job.models.engines["actor"].model.layers["0"].mlp.up_proj.weight
+    weight.data.view(torch.int32)[3, 5] ^= 1
+    run.job.base_sums = base_sums(run.job)
+    with pytest.raises(UserError, match="the base below the adapters of the actor changed since"):
+        refuse_other_inputs(inputs(run.job), resumed)
