@@ -166,7 +166,7 @@ class RunFolder:
         rows = []
         for number, row in values:
             if not isinstance(row, dict):
-                raise UserError(f"{self.path / name}, line {number} is no object of JSON; restore the file")
+                raise UserError(f"{self.path / name}, line {number} is not an object of JSON; restore the file")
             rows.append({key: math.nan if value is None else value for key, value in row.items()})
         return rows
 

@@ -233,7 +233,7 @@ def test_rows_are_checked_before_a_resume_trains(tmp_path):
             folder.metrics(2, ["iteration_s"])
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         (tmp_path / name).write_text('{"iteration": 0}\n[]\n', encoding="utf-8")
-        with pytest.raises(UserError, match=f"{name}, line 2 is no object"):
+        with pytest.raises(UserError, match=f"{name}, line 2 is not an object"):
             folder.rows(name)
 
 
