@@ -32,10 +32,11 @@ Types = Mapping[str, Any]  # column of the data set -> its Arrow type; None: the
 def other_names(columns: Sequence[str], own: Iterable[str]) -> dict[str, str]:
     """Returns, for columns of the data set whose name is that of one of a run's own, what they are called in
     rollouts."""
-    renamed, own = {}, {*own}
-    taken = own.union(columns)
+    renamed: dict[str, str] = {}
+    run_names = {*own}
+    taken = run_names.union(columns)
     for name in columns:
-        if name in own:
+        if name in run_names:
             other = name
             while other in taken:
                 other = f"data.{other}"
