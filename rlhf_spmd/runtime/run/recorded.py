@@ -84,7 +84,7 @@ def inputs(job: Job) -> dict[str, str]:
     found |= functions_fingerprints(config)
     if config.algorithm.from_file:
         found["algorithm"] = hashlib.sha256(config.algorithm.source.encode()).hexdigest()
-    return found | model_inputs(config) | job.base_sums
+    return {**found, **model_inputs(config), **job.base_sums}
 
 
 def model_inputs(config: Config) -> dict[str, str]:
