@@ -69,7 +69,8 @@ def details(info: Mapping[str, str]) -> list[str]:
 
 def cpu_info() -> dict[str, str]:
     """Returns the fields of the first processor in /proc/cpuinfo; empty if there is no such file."""
-    pairs = [line.partition(":") for line in _text(CPU_INFO).partition("\n\n")[0].splitlines()]
+    lines = _text(CPU_INFO).partition("\n\n")[0].split("\n")
+    pairs = [line.partition(":") for line in lines if line]
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 

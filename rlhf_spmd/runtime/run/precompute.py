@@ -14,8 +14,8 @@ from rlhf_spmd.config.options import Config
 from rlhf_spmd.files import progress
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workflow import ModelCall
-from rlhf_spmd.runtime.checkpoint.resume import PROGRAM, STARTED
-from rlhf_spmd.runtime.data.precomputed import folder_of_parts, path_of_part, write_part
+from rlhf_spmd.runtime.checkpoint.resume import PROGRAM, STARTED, Resumed, refuse_other_inputs
+from rlhf_spmd.runtime.data.precomputed import folder_of_parts, has_all_parts, path_of_part, write_part
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
@@ -32,6 +32,19 @@ from rlhf_spmd.runtime.world.world import World
 def time_of(folder: str) -> str:
     """Returns the time that chat templates wrote into the rows of another run; empty: it is not known."""
     return str(json_object(Path(folder) / PROGRAM).get(STARTED, "")) if folder else ""
+
+
+def phases_left(
+    config: Config, world: World, phases: Sequence[tuple[Config, Program]], resumed: Resumed
+) -> Sequence[tuple[Config, Program]]:
+    """Returns the phases of a resume from a checkpoint: none if the run folder has all logprobs. Models are compared
+    before, since logprobs of another model would be missing. Collective; raises UserError."""
+    if not (config.data.precompute or config.data.precomputed_logprobs):
+        return phases
+    with world.together("comparing with the checkpoint"):
+        refuse_other_inputs(recorded.model_inputs(config), resumed)
+        has_all = has_all_parts(config.run_folder, len(phases))
+    return () if world.bcast(has_all, what="whether logprobs are missing") else phases
 
 
 def precompute_at_start(

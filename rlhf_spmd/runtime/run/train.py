@@ -12,9 +12,8 @@ from rlhf_spmd.config.options import Config, function_labels, function_names
 from rlhf_spmd.files import output, progress
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.checkpoint.resume import refuse_fewer, refuse_other_inputs
+from rlhf_spmd.runtime.checkpoint.resume import refuse_fewer
 from rlhf_spmd.runtime.checkpoint.saving import Saver
-from rlhf_spmd.runtime.data.precomputed import has_all_parts
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.failure.last_checkpoint import resume_command
@@ -27,7 +26,7 @@ from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.loop import Done, Loop
 from rlhf_spmd.runtime.run.metrics import Alarm, columns_of, metrics_of, num_timeouts, timeouts_note
-from rlhf_spmd.runtime.run.precompute import precompute_at_start, time_of
+from rlhf_spmd.runtime.run.precompute import phases_left, precompute_at_start, time_of
 from rlhf_spmd.runtime.run.prepare import prepare
 from rlhf_spmd.runtime.run.recorded import Origin
 from rlhf_spmd.runtime.run.rollouts import Rollouts
@@ -65,11 +64,7 @@ def train(
     folder = None
     if resumed and resumed.checkpoint:
         config = replace(config, run_folder=str(resumed.folder))
-        if config.data.precompute or config.data.precomputed_logprobs:
-            with world.together("comparing with the checkpoint"):  # before logprobs of other models are looked for
-                refuse_other_inputs(recorded.model_inputs(config), resumed)
-                has_all = has_all_parts(config.run_folder, len(phases))
-            phases = () if world.bcast(has_all, what="whether logprobs are missing") else phases
+        phases = phases_left(config, world, phases, resumed)
     if phases:
         folder, config = precompute_at_start(config, program, world, phases, origin, summary)
     job = prepare(config, program, world, evaluation, products=resumed.products if resumed else None)
