@@ -14,7 +14,7 @@ from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
-from rlhf_spmd.runtime.execute.job import RunState
+from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.execute.response_hashes import reported_columns
 from rlhf_spmd.runtime.run.loop import update
 from rlhf_spmd.runtime.run.metrics import summarize
@@ -97,8 +97,8 @@ class RunOf:
     def __init__(self, config: Config, world=None, program: Program | None = None):
         self.config, self.world = config, world or OneRank()
         self.program = program or compiled(config)
-        self.job = prepare(config, self.program, self.world)
-        self.executor = Executor(self.job, Tracer())
+        self.prepared = prepare(config, self.program, self.world)
+        self.use(self.prepared.job)
         self.number = 0
         self.data: Iteration | None = None  # of the last iteration
         self.meter = StepMeter()  # of the last iteration
@@ -108,9 +108,9 @@ class RunOf:
     def state(self) -> RunState:
         return self.job.state
 
-    @state.setter
-    def state(self, state: RunState) -> None:
-        self.job.state = state
+    def use(self, job: Job) -> None:
+        """Goes on with another job."""
+        self.job, self.executor = job, Executor(job, Tracer())
 
     def iteration(self) -> dict:
         """Runs one iteration and returns its metrics."""

@@ -162,7 +162,7 @@ def measure(
     from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
     from rlhf_spmd.runtime.world.trace import Tracer, clock_of
 
-    job, tracer, seconds = prepare(config, program, world), Tracer(world.rank, clock=clock_of(world.device)), []
+    job, tracer, seconds = prepare(config, program, world).job, Tracer(world.rank, clock=clock_of(world.device)), []
     executor, iterations = Executor(job, tracer), [make_iteration(job, number) for number in range(ITERATIONS)]
     bits = [one for data in iterations[1:] for one in data.random_bits(0)[..., 0].flatten().tolist()]
     tokens |= shuffled(bits, lognormal(MEAN, SIGMA, LIMIT))

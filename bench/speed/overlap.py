@@ -93,7 +93,7 @@ class Runner:
         from rlhf_spmd.runtime.world.trace import Tracer
 
         self.program, self.world, self.recorder = program, world, Tracer()
-        self.job = prepare(config, program, world)
+        self.job = prepare(config, program, world).job
         self.executor = Executor(self.job, self.recorder)
         self.in_flight: Any = None
 

@@ -224,7 +224,7 @@ def iteration_s(config: Config, program: Program, world: Any) -> float:
     from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
     from rlhf_spmd.runtime.world.trace import Tracer, clock_of
 
-    job = prepare(config, program, world)
+    job = prepare(config, program, world).job
     executor = Executor(job, Tracer(world.rank, clock=clock_of(world.device)))
     in_flight = None  # of a run that draws ahead: the batch that trains in the next iteration
     seconds = []

@@ -115,7 +115,7 @@ def folder(world, shared_folder):
         write_model(shared_folder / "tied", tie_embeddings=True)
         config = config_of("dpo", shared_folder)
         program = precompute_program(compiled(config), num_rows=config.rollout_batch)
-        precompute(prepare(config, program, OneRank()), str(shared_folder / "alone"))
+        precompute(prepare(config, program, OneRank()).job, str(shared_folder / "alone"))
     world.barrier("the checkpoints")
     return shared_folder
 
@@ -163,7 +163,7 @@ def test_logprobs_of_the_start_do_not_depend_on_the_ranks(placement, world, fold
     program = precompute_program(compiled(config, world.size, PLACEMENTS[placement]), num_rows=config.rollout_batch)
     assert [finding for finding in check(program) if finding.severity == "error"] == []
     path = folder / f"logprobs of {placement}"
-    precompute(prepare(config, program, with_groups(world, program, make_group)), str(path))
+    precompute(prepare(config, program, with_groups(world, program, make_group)).job, str(path))
     if world.rank == 0:
         files = sorted((folder / "alone").rglob("*.safetensors"))
         assert len(files) > 1
@@ -241,7 +241,7 @@ def test_a_resumed_run_has_the_same_dropout(world, folder, make_group):
     resumed, checkpoint = begin(), newest(folder / "checkpoints")
     restore(resumed.job.models, checkpoint)
     resumed.number = checkpoint.iteration
-    resumed.state = recorded.state_after(resumed.job, checkpoint.iteration, json.loads(checkpoint.text(STATE)))
+    recorded.restore_state(resumed.job, checkpoint.iteration, json.loads(checkpoint.text(STATE)))
     expected, found = run.iteration(), resumed.iteration()
     assert found["loss"] == expected["loss"]
     assert all(weight.equal(weights_of(run)[name]) for name, weight in weights_of(resumed).items())

@@ -95,14 +95,14 @@ class Runs:
         self.world.barrier("a clean folder")
         texts = {"config.json": "{}", "strategy.py": ""}
         saver = Saver(run.job, self.folder, texts)
-        about = {"inputs": recorded.inputs(run.job), "surroundings": {}, "ahead": 0}
+        about = {"inputs": recorded.inputs(run.prepared), "surroundings": {}, "ahead": 0}
         saver.save(run.number, about | recorded.run_state(run.state))
         saver.finish()
 
     def resumed(self, placement: str) -> RunOf:
         run, checkpoint = self.make(placement), newest(self.folder / "checkpoints")
         restore(run.job.models, checkpoint)
-        run.state = recorded.state_after(run.job, checkpoint.iteration, read_state(checkpoint, run.config))
+        recorded.restore_state(run.job, checkpoint.iteration, read_state(checkpoint, run.config))
         run.number = checkpoint.iteration
         return run
 

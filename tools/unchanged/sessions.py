@@ -172,9 +172,10 @@ def left_in(here: Path) -> dict[str, str]:
 
 
 def last_line(path: Path) -> dict:
-    """Returns the object of JSON with which the output of a command ends; empty if it ends otherwise."""
-    line = path.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
-    return timeless(json.loads(line)) if line.startswith("{") else {}
+    """Returns the last object of JSON in the output of a command, after which a launcher may pass on stderr; empty:
+    there is none."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return next((timeless(json.loads(line)) for line in reversed(lines) if line.startswith("{")), {})
 
 
 def timeless(row: dict) -> dict:

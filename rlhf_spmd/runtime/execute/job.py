@@ -6,7 +6,7 @@ of a data-parallel shard hold. One of these ranks counts them for the log (`Layo
 
 # M mini-batches, C columns (= mini_batch), G response tokens
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,13 @@ from rlhf_spmd.pages.functions import PageFunction
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import MASK, actions_of
-from rlhf_spmd.plan.workflow import Generate, ModelCall
+from rlhf_spmd.plan.workflow import ModelCall
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.step_order import StepOrder
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place, mask_of
-from rlhf_spmd.runtime.generation.episodes import LAST, Episodes
+from rlhf_spmd.runtime.generation.episodes import LAST
 from rlhf_spmd.runtime.rewards.response_scores import Scorer
 from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.world.metric_sums import Meter
@@ -43,36 +43,32 @@ class RunState:
     steps: dict[str, int] = field(default_factory=dict)  # optimizer steps per model
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Job:
-    """One rank's part of a job.
+    """One rank's part of an execution: its setup, which is the same on every rank, what this rank has, and the state,
+    which alone changes.
 
     functions: of the calls, by the name that a call gives.
-    state: before the next iteration.
     """
 
     config: Config
     program: Program
-    world: World
     tokenizer: Tokenizer
     prompts: PromptSet
-    models: RankModels
-    scorer: Scorer | None
     eos_ids: tuple[int, ...]  # that end a response
     known: KnownTokens  # that may be drawn, and that all models know
     functions: Mapping[str, PageFunction]
-    state: RunState
+
+    world: World
+    models: RankModels
+    scorer: Scorer | None
     columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
+
+    state: RunState  # before the next iteration
+
     stream: int | None = None  # of random numbers for the generate call; None: each call has its own
-    products: Mapping[str, Any] = field(default_factory=dict)  # facts of the library of products, if it was chosen
-    base_sums: Mapping[str, str] = field(default_factory=dict)  # of models with adapters: recorded.base_sums
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
-    notes: Sequence[str] = ()  # for the user, on rank 0 and the first rank of every other node
     environments: RunEnvironments | None = None  # of this rank; None: responses have one turn
-    # What answers to the turns of a call's responses, for the rows of some columns, one mini-batch after the other.
-    # None: responses have one turn
-    episodes: "Callable[[Job, Generate, Iteration, slice], Episodes] | None" = None
-    evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
 
     def close(self) -> None:
         """Ends the workers of the environments. A run that an error ends leaves that to the end of the process."""

@@ -157,14 +157,14 @@ def _job_of(world: World, config: Config, workload: Workload, call: Train, layou
     return Job(
         replace(config, generation=replace(config.generation, min_new_tokens=0, stop=())),
         Program(workload, Placement({call.name: layout}), Cluster((Node(world.size),)), {}, (), ()),
-        world,
         tokenizer=nothing,
         prompts=nothing,
-        models=nothing,
-        scorer=None,
         eos_ids=(),
         known=KnownTokens(num_tokens),
         functions=config.algorithm.functions(workload.workflow),
+        world=world,
+        models=nothing,
+        scorer=None,
         state=RunState(config.algorithm.initial_state(config.options)),
         columns={},
     )

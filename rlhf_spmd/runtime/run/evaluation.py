@@ -43,7 +43,7 @@ from rlhf_spmd.runtime.records.run_files import headlines_of
 from rlhf_spmd.runtime.records.run_folder import EVALUATIONS, RunFolder
 from rlhf_spmd.runtime.run.inputs import sources_of
 from rlhf_spmd.runtime.run.metrics import ALL_BROKE, check_finite
-from rlhf_spmd.runtime.run.prepare import given_rows, prepare
+from rlhf_spmd.runtime.run.prepare import Prepared, given_rows, prepare
 from rlhf_spmd.runtime.run.rollouts import Rollouts
 from rlhf_spmd.runtime.world.metric_sums import combine
 from rlhf_spmd.runtime.world.trace import Tracer
@@ -176,16 +176,17 @@ def wants_passes(config: Config, before: str = "") -> bool:
 class Evaluator:
     """The evaluations of one run. All ranks call the same methods after the same iterations."""
 
-    def __init__(self, job: Job, training: InstructionLoop, folder: RunFolder, num_done: int):
+    def __init__(self, prepared: Prepared, training: InstructionLoop, folder: RunFolder, num_done: int):
         """Prepares the evaluations of a run.
 
-        job: of training.
+        training: the loop of its iterations.
         num_done: iterations that an earlier part of this run has done.
         """
+        job = prepared.job
         self.options, self.last = job.config.eval, job.config.iterations
         self.best = job.config.checkpoint.best
         self.less = job.config.algorithm.is_better_lower(self.best)
-        self.is_wanted, self.job = job.evaluation is not None, job.evaluation or job
+        self.is_wanted, self.job = prepared.evaluation is not None, prepared.evaluation or job
         self.training, self.folder = training, folder
         self.rows: list[dict[str, Any]] = []  # of evaluations.jsonl
         if not self.is_wanted:
@@ -290,8 +291,9 @@ def evaluate_once(config: Config, program: Program, world: World, num_done: int)
 
     num_done: the random numbers are those of a run's evaluation after so many iterations.
     """
-    job = prepare(replace(evaluated(config), mini_batch_tokens=0), program, world)
-    for note in job.notes if world.rank == 0 else ():
+    prepared = prepare(replace(evaluated(config), mini_batch_tokens=0), program, world)
+    job = prepared.job
+    for note in prepared.notes if world.rank == 0 else ():
         print(f"warning: {note}", flush=True)
     metrics, _ = Evaluation(replace(job, stream=random_streams.EVALUATION)).run(num_done)
     job.close()

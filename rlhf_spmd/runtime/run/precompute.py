@@ -60,17 +60,20 @@ def precompute_at_start(
     raises UserError."""
     folder = None
     for options, phase in phases:
-        job = prepare(replace(options, started=config.started), phase, world)
+        prepared = prepare(replace(options, started=config.started), phase, world)
+        job = prepared.job
         config = replace(config, started=job.config.started)
         if folder is None:
             folder = recorded.open_folder(job, origin)
             if origin.resumed is None or origin.resumed.checkpoint is None:
                 described = replace(job.config, data=config.data)  # with the iterations that data.epochs are
-                recorded.describe(replace(job, config=described, program=program), folder, origin, summary, [])
+                of_run = replace(prepared, job=replace(job, config=described, program=program))
+                recorded.describe(of_run, folder, origin, summary, [])
+                del of_run
             config = replace(config, run_folder=str(folder.path))
         precompute(job, config.run_folder)
         job.close()
-        del job
+        del prepared, job
         gc.collect()
         release_unused(world.device)
     assert folder is not None, "there is a data set"

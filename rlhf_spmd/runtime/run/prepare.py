@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.data.step_order import NO_ROW, StepOrder, order_of
+from rlhf_spmd.runtime.environments.of_run import RunEnvironments
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.generation import random_streams
@@ -38,6 +40,21 @@ from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the start of a run makes on a rank.
+
+    evaluation: the job of its evaluations, if there are any.
+    products: facts of the library of products, if it was chosen.
+    notes: for the user, on rank 0 and the first rank of every other node.
+    """
+
+    job: Job
+    evaluation: Job | None
+    products: Mapping[str, Any]
+    notes: Sequence[str]
+
+
 def prepare(
     config: Config,
     program: Program,
@@ -45,7 +62,7 @@ def prepare(
     evaluation: Program | None = None,
     *,
     products: Recorded | None = None,
-) -> Job:
+) -> Prepared:
     """Loads prompts, tokenizer and models. Collective; an error on one rank ends all ranks together.
 
     evaluation: the program of the run's evaluations, if there are any.
@@ -94,68 +111,63 @@ def prepare(
     models.start()
     copied = working_bytes(program, world.rank)["copies with adapters"] + packed_bytes(program, world.rank)
     notes += filter(None, (note, limit_packing(world, config, library, copied)))
+    with world.together("reading the environment"):
+        if config.environment and config.episode.on_failure == "drop_group":
+            _check_groups(program)
+        environments = run_environments(config, tokenizer, prompts, world, eos_ids)
+        notes += _ends_of_answers(environments, config, prompts)
     job = Job(
         config,
         program,
-        world,
         tokenizer,
         prompts,
-        models,
-        scorer,
         eos_ids,
         known,
-        functions=config.algorithm.functions(program.workload.workflow),
-        state=RunState(config.algorithm.initial_state(config.options)),
+        config.algorithm.functions(program.workload.workflow),
+        world,
+        models,
+        scorer,
         columns=program.held(world.rank),
-        products=asdict(library) if library else {},
+        state=RunState(config.algorithm.initial_state(config.options)),
         steps=steps,
-        notes=notes,
+        environments=environments,
     )
-    _open_environments(job)
+    job_of_evaluation = None
     if evaluation is not None and held_out is not None:
-        job.evaluation = _of_evaluation(job, of_evaluation, evaluation, held_out, scorer_of_evaluation)
-    return job
+        job_of_evaluation = replace(
+            job,
+            config=of_evaluation,
+            program=evaluation,
+            prompts=held_out,
+            functions=config.algorithm.functions(evaluation.workload.workflow),
+            scorer=scorer_of_evaluation,
+            columns=evaluation.held(world.rank),
+            state=RunState(None),
+            stream=random_streams.EVALUATION,
+        )
+    return Prepared(job, job_of_evaluation, asdict(library) if library else {}, notes)
 
 
-def _open_environments(job: Job) -> None:
-    """Reads what answers to the turns of responses, if they have several. Collective."""
-    with job.world.together("reading the environment"):
-        if job.config.environment and job.config.episode.on_failure == "drop_group":
-            _check_groups(job)
-        found = run_environments(job.config, job.tokenizer, job.prompts, job.world, job.eos_ids)
-        joins = [one.joins for one in found.renderers.values() if one.environment.speaks != "text"] if found else []
-        ends = {one.unended(job.config.generation.stop) for one in joins} - {"", *job.prompts.remarks}
-        job.notes = [*job.notes, *sorted(ends)]
-    job.environments, job.episodes = found, None if found is None else found.of_call
+def _ends_of_answers(environments: RunEnvironments | None, config: Config, prompts: PromptSet) -> list[str]:
+    """Returns notes about ends of turns that do not end a response, which the prompts have not had."""
+    renderers = environments.renderers.values() if environments else ()
+    joins = [renderer.joins for renderer in renderers if renderer.environment.speaks != "text"]
+    ends = {join.unended(config.generation.stop) for join in joins}
+    return sorted(ends - {"", *prompts.remarks})
 
 
-def _check_groups(job: Job) -> None:
+def _check_groups(program: Program) -> None:
     """Raises UserError unless each rank draws whole groups, so that it knows of each what is dropped."""
-    workload, size = job.workload, job.workload.group_size
+    workload, size = program.workload, program.workload.group_size
     for call in workload.workflow.generate_calls:
-        layout = job.layout(call)
+        layout = program.placement.layouts[call.name]
         columns = [layout.columns(rank, workload.mini_batch) for rank in layout.ranks]
-        if any(one.start % size or one.stop % size for one in columns):
+        if any(part.start % size or part.stop % size for part in columns):
             raise UserError(
                 f"episode.on_failure=drop_group: {call.name} spreads mini_batch={workload.mini_batch} rows over "
                 f"{layout.dp} ranks so that some have a part of a group of samples_per_prompt={size}; choose "
                 f"mini_batch as a multiple of {size * layout.dp}, or generate on fewer ranks"
             )
-
-
-def _of_evaluation(job: Job, config: Config, program: Program, prompts: PromptSet, scorer: Scorer | None) -> Job:
-    """Returns the job with options, program and prompts of the run's evaluations."""
-    return replace(
-        job,
-        config=config,
-        program=program,
-        prompts=prompts,
-        scorer=scorer,
-        functions=config.algorithm.functions(program.workload.workflow),
-        state=RunState(None),
-        columns=program.held(job.world.rank),
-        stream=random_streams.EVALUATION,
-    )
 
 
 def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet) -> Scorer | None:

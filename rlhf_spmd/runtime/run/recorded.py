@@ -32,6 +32,7 @@ from rlhf_spmd.runtime.records.run_files import headlines_of
 from rlhf_spmd.runtime.records.run_folder import CONFIG, RunFolder, Shown, writing
 from rlhf_spmd.runtime.records.software import software
 from rlhf_spmd.runtime.run.inputs import functions_fingerprints
+from rlhf_spmd.runtime.run.prepare import Prepared
 from rlhf_spmd.runtime.run.rollouts import forget
 from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
@@ -64,27 +65,29 @@ def run_state(state: RunState) -> dict:
     return {"state": asdict(state.of_algorithm) if state.of_algorithm is not None else {}}
 
 
-def state_after(job: Job, num_iterations: int, values: Mapping) -> RunState:
-    """Returns the state before the next iteration.
+def restore_state(job: Job, num_iterations: int, values: Mapping) -> None:
+    """Restores the state after so many iterations.
 
     values: of `run_state`.
     """
     workload = job.program.workload
     num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those skipped by early stops included
     steps = dict.fromkeys(job.models.engines, num_steps)
-    return RunState(job.config.algorithm.read_state(values["state"]), steps=steps)
+    job.state.of_algorithm, job.state.steps = job.config.algorithm.read_state(values["state"]), steps
 
 
-def inputs(job: Job) -> dict[str, str]:
-    """Returns fingerprints of the files that a run reads, by name."""
+def inputs(prepared: Prepared) -> dict[str, str]:
+    """Returns fingerprints of what a run reads, by name. Collective; raises UserError."""
+    job, sums = prepared.job, base_sums(prepared.job)
     config = job.config
-    found = job.prompts.fingerprints(config.data.prompts)
-    if job.evaluation is not None:
-        found |= job.evaluation.prompts.fingerprints(config.eval.prompts)
-    found |= functions_fingerprints(config)
-    if config.algorithm.from_file:
-        found["algorithm"] = hashlib.sha256(config.algorithm.source.encode()).hexdigest()
-    return {**found, **model_inputs(config), **job.base_sums}
+    with job.world.together("reading the inputs"):
+        fingerprints = job.prompts.fingerprints(config.data.prompts)
+        if prepared.evaluation is not None:
+            fingerprints |= prepared.evaluation.prompts.fingerprints(config.eval.prompts)
+        fingerprints |= functions_fingerprints(config)
+        if config.algorithm.from_file:
+            fingerprints["algorithm"] = hashlib.sha256(config.algorithm.source.encode()).hexdigest()
+        return {**fingerprints, **model_inputs(config), **sums}
 
 
 def model_inputs(config: Config) -> dict[str, str]:
@@ -160,11 +163,15 @@ def open_folder(job: Job, origin: Origin) -> RunFolder:
 
 
 def start_or_resume(
-    job: Job, folder: RunFolder, origin: Origin, summary: str
+    prepared: Prepared, read: Mapping[str, str], folder: RunFolder, origin: Origin, summary: str
 ) -> tuple[list[dict[str, Any]], list[Shown]]:
     """Writes the description of a run, and restores its state -> the metrics of earlier iterations, and samples of the
-    untrained model. Collective; if it raises UserError, the folder of a resumed run is unchanged."""
-    world, resumed = job.world, origin.resumed
+    untrained model. Collective; if it raises UserError, the folder of a resumed run is unchanged.
+
+    read: of `inputs`.
+    """
+    job, resumed = prepared.job, origin.resumed
+    world = job.world
     history: list[dict[str, Any]] = []
     if resumed is not None:
         with world.together("reading the metrics so far"):
@@ -173,12 +180,12 @@ def start_or_resume(
             history = folder.metrics(resumed.iteration, needed) if world.rank == 0 else []
         history = world.bcast(history, what="the metrics so far")
     if resumed is None or resumed.checkpoint is None:
-        describe(job, folder, origin, summary, history)
+        describe(prepared, folder, origin, summary, history)
         before = sample_responses(job)
         folder.write_samples(join_samples(job, before))
         return history, before
     with world.together("comparing with the checkpoint"):
-        refuse_other_inputs(inputs(job), resumed)
+        refuse_other_inputs(read, resumed)
         ahead, before = job.program.placement.ahead, resumed.state["ahead"]
         if ahead != before:
             raise UserError(
@@ -191,17 +198,18 @@ def start_or_resume(
                 f"{resumed.checkpoint.folder.name}; restore the file"
             )
     restore(job.models, resumed.checkpoint)
-    job.state = state_after(job, resumed.iteration, resumed.state)
+    restore_state(job, resumed.iteration, resumed.state)
     with world.together("reading the samples"):
         rows = folder.rows("samples.jsonl") if world.rank == 0 else []
         before = [(str(row.get("before")), row.get("reward_before")) for row in rows]
-    describe(job, folder, origin, summary, history)
+    describe(prepared, folder, origin, summary, history)
     return history, [(text, score) for text, score in world.bcast(before, what="the samples")]
 
 
-def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history: Sequence[Mapping]) -> None:
+def describe(prepared: Prepared, folder: RunFolder, origin: Origin, summary: str, history: Sequence[Mapping]) -> None:
     """Writes the description of the run into its folder, and removes metrics and drafts that a resumed run writes
     again. Collective; raises UserError."""
+    job = prepared.job
     named = origin.strategy if origin.comes_with_package else str(folder.shown / "strategy.py")
     options = resolved(job.config, strategy=named)
     with job.world.together("describing the run"):
@@ -222,7 +230,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         }
         algorithm = job.config.algorithm  # for who reads the run without loading its page
         about |= {"algorithm": algorithm.title, "headlines": headlines_of(algorithm.metrics)}
-        about |= {PRODUCTS: dict(job.products)} if job.products else {}
+        about |= {PRODUCTS: dict(prepared.products)} if prepared.products else {}
         about |= _made_with(job) if folder.writes else {}
         folder.write_values(PROGRAM, about | {STARTED: job.config.started})
         if origin.cluster:

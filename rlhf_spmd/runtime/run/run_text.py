@@ -14,11 +14,13 @@ from rlhf_spmd.runtime.records.run_files import headlines_of
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.rewards.response_scores import reads_text
 from rlhf_spmd.runtime.run.forecast_report import Compared
+from rlhf_spmd.runtime.run.prepare import Prepared
 from rlhf_spmd.runtime.world.devices import describe_device
 
 
-def facts(job: Job, folder: RunFolder) -> dict[str, str]:
+def facts(prepared: Prepared, folder: RunFolder) -> dict[str, str]:
     """Returns the heading of a run. Collective."""
+    job, products = prepared.job, prepared.products
     config, shapes, prompts = job.config, job.program.workload.models, job.prompts
     sizes = [f"{name} {format_count(shape.num_params)}" for name, shape in shapes.items() if shape]
     texts = {"models": f"{', '.join(sizes)} parameters, {config.dtype}", "adapters": _adapters(job)}
@@ -28,8 +30,8 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
             both = f"{model} + {function}" if config.reward_function_mode == "add" else function
             read = " (has another tokenizer, so it is given text)" if reads_text(config, role) else ""
             texts[role] = f"{both if function else model}{read}"
-    texts |= {"names": _names_of_functions(job), "device": describe_device(job.world.computes, job.world.size)}
-    texts["products"] = f"by {job.products['library']}, in {config.dtype}" if job.products else ""
+    texts |= {"names": _names_of_functions(prepared), "device": describe_device(job.world.computes, job.world.size)}
+    texts["products"] = f"by {products['library']}, in {config.dtype}" if products else ""
     rows = "rows" if config.algorithm.responses else "prompts"
     texts |= {rows: f"{len(prompts)} from {config.data.prompts}{_lost(prompts)}", "iteration": _iteration(job)}
     texts |= {"streaming": "; ".join(vain_streaming(job.program)), "run folder": str(folder.shown)}
@@ -48,12 +50,12 @@ def _adapters(job: Job) -> str:
     return "; ".join(texts)
 
 
-def _names_of_functions(job: Job) -> str:
+def _names_of_functions(prepared: Prepared) -> str:
     """Says which parameters of reward functions are not the columns of their names, and which columns nothing reads;
     empty if there are none. Collective."""
-    scorers = [one.scorer for one in (job, job.evaluation) if one is not None]
-    mine = [note for scorer in scorers if scorer is not None for note in scorer.notes]
-    every = job.world.allgather(mine, "the names of reward functions")
+    scorers = [job.scorer for job in (prepared.job, prepared.evaluation) if job is not None]
+    of_rank = [note for scorer in scorers if scorer is not None for note in scorer.notes]
+    every = prepared.job.world.allgather(of_rank, "the names of reward functions")
     return "; ".join(dict.fromkeys(note for notes in every for note in notes))
 
 
@@ -82,12 +84,12 @@ def _lost(prompts: PromptSet) -> str:
     return "".join(f", {one}" for one in said)
 
 
-def notes(job: Job, resumed: Resumed | None) -> list[str]:
-    """Returns what is to be said once at the start, below the heading."""
-    found = list(resumed.notes) if resumed else []
-    if job.evaluation is not None:
-        found += [f"{job.config.eval.prompts}: {remark}" for remark in job.evaluation.prompts.remarks]
-    return found
+def notes(prepared: Prepared, resumed: Resumed | None) -> list[str]:
+    """Returns the notes of the start, below the heading."""
+    evaluation = prepared.evaluation
+    remarks = evaluation.prompts.remarks if evaluation else ()
+    path = prepared.job.config.eval.prompts
+    return [*(resumed.notes if resumed else ()), *(f"{path}: {remark}" for remark in remarks)]
 
 
 def format_count(num: int) -> str:

@@ -15,7 +15,6 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.checkpoint.resume import refuse_fewer
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.execute.executor import Executor
-from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.failure.last_checkpoint import resume_command
 from rlhf_spmd.runtime.failure.records import NOWHERE
 from rlhf_spmd.runtime.failure.signals import END, Asked
@@ -27,7 +26,7 @@ from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.loop import Done, Loop
 from rlhf_spmd.runtime.run.metrics import Alarm, columns_of, metrics_of, num_timeouts, timeouts_note
 from rlhf_spmd.runtime.run.precompute import phases_left, precompute_at_start, time_of
-from rlhf_spmd.runtime.run.prepare import prepare
+from rlhf_spmd.runtime.run.prepare import Prepared, prepare
 from rlhf_spmd.runtime.run.recorded import Origin
 from rlhf_spmd.runtime.run.rollouts import Rollouts
 from rlhf_spmd.runtime.run.samples import join_samples, sample_responses
@@ -67,8 +66,8 @@ def train(
         phases = phases_left(config, world, phases, resumed)
     if phases:
         folder, config = precompute_at_start(config, program, world, phases, origin, summary)
-    job = prepare(config, program, world, evaluation, products=resumed.products if resumed else None)
-    config, job.base_sums = job.config, recorded.base_sums(job)  # with the iterations that data.epochs are
+    prepared = prepare(config, program, world, evaluation, products=resumed.products if resumed else None)
+    job, config = prepared.job, prepared.job.config  # with the iterations that data.epochs are
     if resumed:
         with world.together("counting the iterations"):
             refuse_fewer(config, resumed.iteration, resumed.folder)
@@ -76,21 +75,21 @@ def train(
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     console = Console(known, columns_of(known, config, job.workload.workflow), enabled=world.rank == 0, as_json=as_json)
     title = f"{origin.strategy} on " + ("1 rank" if world.size == 1 else f"{world.size} ranks")
-    facts = run_text.facts(job, folder)
+    facts = run_text.facts(prepared, folder)
     if resumed:
         facts["resumed"] = f"after {resumed.iteration} of {config.iterations} iterations"
     console.heading(f"rlhf_spmd: {config.algorithm.title} by {title}", facts)
-    for note in job.notes:
+    for note in prepared.notes:
         console.note(f"warning: {note}")
     console.note(origin.note)
-    for note in run_text.notes(job, resumed):
+    for note in run_text.notes(prepared, resumed):
         console.note(f"note: {note}")
-    history, before = recorded.start_or_resume(job, folder, origin, summary)
-    inputs, surroundings = recorded.inputs(job), recorded.surroundings(job)
+    inputs, surroundings = recorded.inputs(prepared), recorded.surroundings(job)
+    history, before = recorded.start_or_resume(prepared, inputs, folder, origin, summary)
     about = {"inputs": inputs, "surroundings": surroundings, "ahead": program.placement.ahead}
     if resumed and (text := recorded.changed(surroundings, resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
-    running = Running(job, folder, console, history, about, asked)
+    running = Running(prepared, folder, console, history, about, asked)
     if resumed and resumed.checkpoint:
         console.note(running.loop.resume(resumed.checkpoint))
     world.keep_records(folder.path)
@@ -133,7 +132,7 @@ class Running:
 
     def __init__(
         self,
-        job: Job,
+        prepared: Prepared,
         folder: RunFolder,
         console: Console,
         history: list[dict[str, Any]],
@@ -146,13 +145,14 @@ class Running:
         about: facts for checkpoints.
         asked: as in `train`.
         """
+        job = prepared.job
         world, config = job.world, job.config
         self.job, self.folder, self.console, self.history, self.about = job, folder, console, history, about
         parts = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
         self.aliases = aliases_of(*parts, parts=bool(function_labels(config)))
         self.recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
         executor = Executor(job, self.recorder, asked)
-        self.evaluator = Evaluator(job, executor, folder, len(history))
+        self.evaluator = Evaluator(prepared, executor, folder, len(history))
         self.rollouts = Rollouts(job, folder.path)
         self.saver = Saver(job, folder.path, folder.texts())
         self.alarm = Alarm(console.metrics, history)

@@ -89,8 +89,8 @@ def _episodes(job: Job, call: Generate, data: Iteration, columns: slice) -> Epis
     """Returns the object that answers to the turns of a call's responses; None if they have one turn."""
     if not call.has_turns:
         return None
-    assert job.episodes is not None, "an environment answers"
-    return job.episodes(job, call, data, columns)
+    assert job.environments is not None, "an environment answers"
+    return job.environments.of_call(job, call, data, columns)
 
 
 def _opened(episodes: Episodes, data: Iteration, columns: slice, prompts_MCP: Tensor) -> Tensor:

@@ -3,6 +3,7 @@ answers come, and what training reads of a row is what the environment and the m
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def attach(run: RunOf, seed: int, latest: int) -> None:
         made.prompts = [[7, *job.prompts.prompts[p]][:8] for p in prompts]  # a token more than the data set has
         return made
 
-    run.job.episodes = episodes
+    run.use(dataclasses.replace(run.job, environments=SimpleNamespace(of_call=episodes, transcript=lambda *_: [])))
 
 
 class OfPrompts(Scripted):
@@ -149,7 +150,7 @@ def attach_breaking(run: RunOf, worth: float, *, breaks: bool = True) -> None:
         made.prompts, made.first = [job.prompts.prompts[p] for p in prompts], int(data.prompt_MC[0, 0])
         return made
 
-    run.job.episodes = episodes
+    run.use(dataclasses.replace(run.job, environments=SimpleNamespace(of_call=episodes, transcript=lambda *_: [])))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_rows_that_are_dropped_count_nowhere(overrides, algorithm, options, tmp_
     score = next(metrics[-1][name] for name in ("score", "reward") if name in metrics[-1])
     assert score == pytest.approx(float(scores_MC[kept_MC].mean()), abs=1e-6) or algorithm == "ppo"
     assert metrics[-1]["response_length"] == pytest.approx(float((actions_MCG > 0).sum() / kept_MC.sum()))
-    run.job.config = dataclasses.replace(run.config, rollouts=RolloutFiles(every=1))
+    run.use(dataclasses.replace(run.job, config=dataclasses.replace(run.config, rollouts=RolloutFiles(every=1))))
     Rollouts(run.job, tmp_path).write(run.data)
     (path,) = tmp_path.rglob("*.jsonl")
     samples = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
@@ -212,14 +213,9 @@ def test_groups_that_no_rank_has_as_a_whole_cannot_be_dropped(overrides):
     ours = [one for one in overrides if not one.startswith("ppo.") and "critic" not in one]
     options = [*OPTIONS, "samples_per_prompt=4", "mini_batch=12", "episode.on_failure=drop_group"]
     config = presets.load("tiny", [*ours, *options], algorithm="grpo")
-    run = RunOf(dataclasses.replace(config, environment=""), program=compiled(config, 1))
-    for num_ranks in (3, 2):
-        run.job.program = compiled(config, num_ranks)
-        if num_ranks == 3:
-            _check_groups(run.job)
-            continue
-        with pytest.raises(UserError, match="spreads mini_batch=12 rows over 2 ranks .* mini_batch as a multiple of 8"):
-            _check_groups(run.job)
+    _check_groups(compiled(config, 3))
+    with pytest.raises(UserError, match="spreads mini_batch=12 rows over 2 ranks .* mini_batch as a multiple of 8"):
+        _check_groups(compiled(config, 2))
 
 
 def test_evaluations_run_episodes(overrides, monkeypatch):
@@ -231,25 +227,22 @@ def test_evaluations_run_episodes(overrides, monkeypatch):
     evaluation = evaluation_program(program, **options, max_response=evaluated(config).row_tokens)
     monkeypatch.setattr("rlhf_spmd.runtime.run.prepare.run_environments", lambda *_, **__: None)
     run = RunOf(config, program=program)
-    run.job = prepare(config, program, run.world, evaluation)
+    run.job = prepare(config, program, run.world, evaluation).evaluation
     attach(run, 0, 3)
-    run.job.evaluation.episodes = run.job.episodes
-    metrics, data = Evaluation(run.job.evaluation).run(0)
+    metrics, data = Evaluation(run.job).run(0)
     responses_CG, actions_CG = (data.store.at(key, EVALUATED)[0] for key in ("responses", "responses.actions"))
     assert responses_CG.shape == (11, 22) and 1 < (actions_CG > 0).sum(1).max() <= 9
     assert metrics["turns"] > 1 and "mean@1" in metrics
     scores_C = data.store.at("scores", EVALUATED)[0]
     attach_breaking(run, 9.0)
-    run.job.evaluation.episodes = run.job.episodes
-    again, data = Evaluation(run.job.evaluation).run(0)  # without the first prompt, whose score is not a 0
+    again, data = Evaluation(run.job).run(0)  # without the first prompt, whose score is not a 0
     again_C = data.store.at("scores", EVALUATED)[0]
     assert metrics["mean@1"] == pytest.approx(float(scores_C.mean()))
     assert again_C[0] == 0 and again["mean@1"] == pytest.approx(float(again_C[1:].mean()))
     monkeypatch.setattr(OfPrompts, "is_dropped", lambda *_: True)
     attach(run, 0, 3)
-    run.job.evaluation.episodes = run.job.episodes
     with pytest.raises(UserError, match="no prompt all of whose episodes count: repair the environment"):
-        Evaluation(run.job.evaluation).run(0)
+        Evaluation(run.job).run(0)
 
 
 @pytest.mark.parametrize("more", [["generation.top_k=9", "generation.top_p=0.9"], ["generation.min_new_tokens=3"]])

@@ -54,7 +54,7 @@ def write(config: Config, run: Path) -> Path:
     program = precompute_program(compiled(config), num_rows=config.rollout_batch)
     assert [finding for finding in check(program) if finding.severity == "error"] == []
     assert program.workload.workflow.models == ("reference",)
-    precompute(prepare(config, program, OneRank()), str(run))
+    precompute(prepare(config, program, OneRank()).job, str(run))
     (parts,) = (run / "logprobs").iterdir()
     return parts
 

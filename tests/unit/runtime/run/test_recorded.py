@@ -24,8 +24,11 @@ def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
     (tmp_path / "r.py").write_text("def f(prompts, responses): ...\n", encoding="utf-8")
     words = [f"models.actor={folder}", f"reward_function={tmp_path / 'r.py'}:f"]
     prompts = SimpleNamespace(fingerprints=lambda file: {f"prompts in {file}": "1"})
-    job = SimpleNamespace(config=presets.load("tiny", words), prompts=prompts, evaluation=None, base_sums={})
-    before = recorded.inputs(job)
+    calls = SimpleNamespace(workflow=SimpleNamespace(train_calls=()))
+    program, config = SimpleNamespace(workload=calls), presets.load("tiny", words)
+    job = SimpleNamespace(config=config, prompts=prompts, program=program, world=OneRank())
+    prepared = SimpleNamespace(job=job, evaluation=None)
+    before = recorded.inputs(prepared)
     changes = {
         "chat_template.jinja": "model",
         "additional_chat_templates/tool_use.jinja": "model",
@@ -35,7 +38,7 @@ def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
     for file, name in changes.items():
         with (folder / file).open("a", encoding="utf-8") as opened:
             opened.write(" \n")
-        now = recorded.inputs(job)
+        now = recorded.inputs(prepared)
         (changed,) = [one for one in now if now[one] != before[one]]
         assert changed.startswith(name) and now.keys() == before.keys()
         before = now

@@ -75,7 +75,7 @@ def test_a_run_goes_on_from_the_adapters_of_another(root, tmp_path):
     assert all(torch.equal(one, states["actor"][key]) for key, one in before.items())
     again.iteration()
     assert all(torch.equal(one, dict(reference.named_parameters())[key]) for key, one in before.items())
-    read = {name for name in inputs(again.job) if name.startswith("model")}
+    read = {name for name in inputs(again.prepared) if name.startswith("model")}
     assert read == {f"model in {tmp_path / role}" for role in states} | {f"model in {root / 'actor'}"} | {
         f"model in {root / 'reward'}"
     }
@@ -158,12 +158,12 @@ def test_four_roles_hold_one_base(root, tmp_path, dtype):
 
 def test_a_base_with_one_other_bit_is_refused_at_a_resume(root, tmp_path):
     run = RunOf(load(write_all(root), *WORDS, "lora.critic.rank=0"))
-    run.job.base_sums = base_sums(run.job)
-    assert run.job.base_sums.keys() == {"base below the adapters of the actor"}
-    resumed = Resumed(tmp_path, run.config, "flattening", Checkpoint(tmp_path, 1, {}), {"inputs": inputs(run.job)}, ())
-    refuse_other_inputs(inputs(run.job), resumed)
+    assert base_sums(run.job).keys() == {"base below the adapters of the actor"}
+    resumed = Resumed(
+        tmp_path, run.config, "flattening", Checkpoint(tmp_path, 1, {}), {"inputs": inputs(run.prepared)}, ()
+    )
+    refuse_other_inputs(inputs(run.prepared), resumed)
     weight = run.job.models.engines["actor"].model.layers["0"].mlp.up_proj.weight
     weight.data.view(torch.int32)[3, 5] ^= 1
-    run.job.base_sums = base_sums(run.job)
     with pytest.raises(UserError, match="the base below the adapters of the actor changed since"):
-        refuse_other_inputs(inputs(run.job), resumed)
+        refuse_other_inputs(inputs(run.prepared), resumed)

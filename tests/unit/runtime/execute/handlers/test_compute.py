@@ -26,9 +26,9 @@ def estimate(program: Program, rank: int) -> tuple[Store, dict]:
     job = Job(
         config,
         program,
-        world,
         tokenizer=None,
         prompts=None,
+        world=world,
         models=None,
         scorer=None,
         eos_ids=(1,),
