@@ -7,62 +7,14 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from bench import recipe_tables as recipes
-from bench.ahead_tables import joined_ahead, paired
-from bench.baseline_tables import times_faster
-from bench.cells import cell
-from bench.stage_tables import by_stage
+from bench.cells import ROWS, Row, cell, grouped, matching
+from bench.numbers.lag import paired
+from bench.rows import SHIPPED, clean_rows
 
 Columns = dict[str, Callable[[dict], str]]
-Joined = tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]
-ERRORS = ("loss_error", "metrics_error", "gradient_error", "weights_error")  # of a step against TRL's
-
-
-# ---- one row for several ---------------------------------------------------------------------------------------------
-
-
-def by_place(rows: Sequence[dict]) -> list[dict]:
-    """Groups rows by model, layout, calibration and lengths; each has its samples per second by strategy."""
-    names, places = ("preset", "layout", "calibration", "forecast_lengths"), {}
-    for row in rows:
-        place = places.setdefault(tuple(row.get(name) for name in names), {name: row.get(name) for name in names})
-        place[row["strategy"]] = row["samples_per_s"]
-    return list(places.values())
-
-
-def by_system(rows: Sequence[dict]) -> list[dict]:
-    """Averages the errors of each system whose published runs were forecast, by how the constants came to them."""
-    errors: dict[tuple[str, str], list[float]] = {}
-    for row in rows:
-        errors.setdefault((row["system"], row["seconds_are"]), []).append(abs(row["error"]))
-    return [
-        {"system": system, "seconds_are": how, "rows": len(found), "mean": sum(found) / len(found), "worst": max(found)}
-        for (system, how), found in sorted(errors.items())
-    ]
-
-
-def by_rank_of_adapters(rows: Sequence[dict]) -> list[dict]:
-    """Takes the means over seeds, and the worst seed, of each task and rank of adapters."""
-    found: dict[tuple[str, int], list[dict]] = {}
-    for row in rows:
-        found.setdefault((row["task"], row["rank"]), []).append(row)
-    made = []
-    for (task, rank), some in found.items():
-        first, last = ([row[when] for row in some] for when in ("first", "last"))
-        worst = max(last) if task == "sft" else min(last)
-        means = {"first": sum(first) / len(first), "last": sum(last) / len(last), "worst": worst, "seeds": len(some)}
-        made.append({"task": task, "rank": rank, "is_share": task != "sft"} | some[0] | means)
-    return made
-
-
-def by_case(rows: Sequence[dict]) -> list[dict]:
-    """Finds the largest errors over the models, by precision, for each loss that was compared with TRL's."""
-    cases: dict[str, dict] = {}
-    for row in rows:
-        case = cases.setdefault(row["case"], {"case": row["case"], "conventions": row["difference"] or "the same"})
-        worst = case.setdefault(row["precision"], {name: 0.0 for name in ERRORS if name in row})
-        worst |= {name: max(error, row[name]) for name, error in worst.items()}
-    return list(cases.values())
+Rows = Sequence[Mapping]
+FAST = "200g-per-gpu"  # the network between nodes, if a calibration names no other one
+LORA = "+lora"  # behind the name of an algorithm: with adapters
 
 
 # ---- values that no row has ------------------------------------------------------------------------------------------
@@ -82,48 +34,126 @@ def _measure(when: str) -> Callable[[Mapping], str]:
     return lambda row: f"{row[when]:.1%}" if row["is_share"] else f"{row[when]:.3f}"
 
 
+def _adapters(field: str) -> Callable[[Mapping], str]:
+    """Formats a summary of the seeds of a task, of which only SFT's loss is no share."""
+    return lambda row: cell(f"{{{field}:.3f}}" if row["task"] == "sft" else f"{{{field}:.1%}}", row)
+
+
 def _worse(row: Mapping) -> str | None:
     if not row["rank"]:
         return None
-    return f"{100 * row['worse_than_full']:+.1f} points" if row["is_share"] else f"{row['worse_than_full']:+.3f}"
+    if row["task"] == "sft":
+        return f"{row['worse_than_full']:+.3f}"
+    return f"{100 * row['worse_than_full']:+.1f} points"
 
 
 def _network(row: Mapping) -> str:
     """Returns the network between the nodes of a forecast."""
-    return "one node" if row["layout"] == "1x8" else row["calibration"].partition("+")[2] or recipes.FAST
+    return "one node" if row["layout"] == "1x8" else row["calibration"].partition("+")[2] or FAST
 
 
-VALUES: dict[str, Callable[[Mapping], Any]] = {
+def _work(row: Mapping) -> str:
+    """Returns the lengths and epochs of a forecast, in words."""
+    options = dict(word.split("=", 1) for word in row["overrides"].split())
+    mean, _, sigma = options["forecast_lengths"].partition(",")
+    lengths = f"lognormal, mean {mean}, sigma {sigma}" if sigma else f"all {mean}"
+    return f"{lengths}; epochs {options['ppo.epochs']}"
+
+
+def _others(row: Mapping) -> str:
+    """Returns the other strategies that fit, the fastest first, by their seconds over those of the recipe."""
+    if not row["strategy"]:
+        return ""
+    fitting = {name: one["iteration_s"] for name, one in row["strategies"].items() if "iteration_s" in one}
+    found = sorted((seconds, name) for name, seconds in fitting.items() if name != row["strategy"])
+    return ", ".join(f"{name} {seconds / row['iteration_s']:.2f}" for seconds, name in found)
+
+
+def _limit(row: Mapping) -> str | None:
+    """Returns what limits the training of a row."""
+    return next((what for call, what in row.get("limits", {}).items() if "train" in call), None)
+
+
+def _plan(row: Mapping) -> str:
+    """Returns the layouts of a plan; training is on all ranks, if nothing else is said."""
+    if row["iteration_s"] is None:
+        return "does not fit"
+    nodes, devices = map(int, row["layout"].split("x"))
+    everyone = f" on 0-{nodes * devices - 1}"
+    calls = {call: text for call, text in row["options"].items() if call not in ("plan", "stream")}
+    train = next(text for call, text in calls.items() if "train" in call).removesuffix(everyone)
+    others = dict.fromkeys(text.removesuffix(everyone) for call, text in calls.items() if "train" not in call)
+    return train + (f"; reference {' and '.join(others)}" if others else "")
+
+
+def _shipped(row: Mapping) -> Mapping:
+    """Returns the fastest shipped strategy of a group that fits."""
+    fit = matching(row[ROWS], {"iteration_s": True, "strategy": list(SHIPPED)})
+    return min(fit, key=lambda one: one["iteration_s"], default=Row())
+
+
+def _overlapped_s(row: Mapping) -> float:
+    """Returns the seconds of an iteration whose messages all move during computation: nothing is faster."""
+    return max(row["without_messages_s"], row["iteration_s"] - row["without_messages_s"])
+
+
+Row.values = {
     "options_or_why_not": _options,
     "mean_and_sigma": lambda row: row["forecast_lengths"].replace(",", ", "),
     "fits": lambda row: not row["why_not"],
     "published_s": lambda row: float(row["sec_per_iter"]),
     "fastest_peer_tokens_per_s": lambda row: max(row["peers_tokens_per_s"].values()),
-    "kernel_name": lambda row: row["kernel"].partition(".")[2].strip("_").removesuffix("_kernel"),
     "what_trains": lambda row: f"rank {row['rank']}" if row["rank"] else "all weights",
     "measured_in": lambda row: {"mean@1": "right", "loss": "nats per token", "accuracy": "right"}[row["measure"]],
+    "worst_shown": lambda row: _adapters("max last" if row["task"] == "sft" else "min last")(row),
     "worse_shown": _worse,
     "network_of_calibration": _network,
     "roofline_share": lambda row: row["roofline_s"] / row["derived_s"],
     "method_shown": lambda row: row["method"] if row["method"].startswith("APP") else f"`{row['method']}`",
     "decoded_at_once": lambda row: row["decode_mini_batches"] or "all",
-    "with_plan": lambda row: cell("{planner:,.1f}", row) + (f" ({row['plan']})" if row["plan"] else ""),
+    "conventions": lambda row: row["difference"] or "the same",
     "strategy_or_none": lambda row: f"`{row['strategy']}`" if row["strategy"] else "does not fit",
-    "others_times_as_long": recipes.others,
+    "others_times_as_long": _others,
     "full_training_s": lambda row: f"{row['full_s']:,.1f}" if row["full_s"] else "does not fit",
-    **{f"{when}_shown": _measure(when) for when in ("first", "last", "worst", "before", "after")},
+    "work_shown": _work,
+    "train_limit": _limit,
+    "plan_layouts": _plan,
+    "shipped": _shipped,
+    "overlapped_s": _overlapped_s,
+    "first_mean_shown": _adapters("mean first"),
+    "last_mean_shown": _adapters("mean last"),
+    **{f"{when}_shown": _measure(when) for when in ("before", "after")},
 }
 
 
-class _Row(dict):
-    """A row whose missing values are made."""
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return super().get(key, default) if key in self or key not in VALUES else VALUES[key](self)
+# ---- rows that are joined in another way -----------------------------------------------------------------------------
 
 
-def _cell(template: str, row: Mapping[str, Any]) -> str:
-    return cell(template, _Row(row))
+def adapted(rows: Rows) -> list[dict]:
+    """Returns the recipes with adapters, with the seconds of full training at the same place."""
+    names = ("preset", "layout", "device_type", "network")
+    seconds = {(row["algorithm"], *(row[name] for name in names)): row.get("iteration_s") for row in rows}
+    found = []
+    for row in rows:
+        algorithm = row["algorithm"].removesuffix(LORA)
+        if algorithm != row["algorithm"]:
+            full_s = seconds[algorithm, *(row[name] for name in names)]
+            found.append({**row, "algorithm": algorithm, "full_s": full_s})
+    return found
+
+
+def recipes_by_strategy(rows: Rows) -> list[dict]:
+    """Returns one row for each strategy, algorithm and kind of machine: how often it fits and is the recipe, and how
+    long it takes compared with the recipe."""
+    tried = []
+    for row in rows:
+        if row["strategy"] and not row["algorithm"].endswith(LORA):
+            where = "one node" if row["layout"].startswith("1x") else f"several, {row['network']}"
+            for name, about in row["strategies"].items():
+                times = about["iteration_s"] / row["iteration_s"] if "iteration_s" in about else None
+                one = {"algorithm": row["algorithm"], "where": where, "strategy": name, "times": times}
+                tried.append(one | {"chosen": row["strategy"] == name})
+    return grouped(tried, ("algorithm", "where", "strategy"))
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -138,24 +168,34 @@ def _columns(name: str) -> dict[str, str]:
 
 
 def _read(name: str) -> Columns:
-    return {heading: partial(_cell, template) for heading, template in _columns(name).items()}
+    return {heading: partial(cell, template) for heading, template in _columns(name).items()}
+
+
+def joined(rows: Rows, where: Mapping = {}, by: Sequence[str] = (), across: str = "{strategy}", **_: str) -> Rows:
+    """Returns the rows with some values; with `by` one for all that have the same values of these names."""
+    found = matching(rows, where)
+    return grouped(found, by, across) if by else found
+
+
+def quoted(template: str, file: str, **join: Any) -> str:
+    """Returns what a document quotes of the rows of a file, joined as in a table: a format string of their only one, or
+    of the group of all."""
+    rows = joined(clean_rows(file), **join)
+    assert rows, f"bench/results/{file}.jsonl has no rows {join}"
+    return cell(template, rows[0] if len(rows) == 1 else {ROWS: rows})
 
 
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-COLUMNS: dict[str, Columns] = {name: _read(name) for name in TABLES if name not in ("parts", "joined")}
-JOINS: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]]]] = {  # the file, what joins its rows
-    **{name: (name, by_place) for name in ("scan", "spread")},
-    **{name: ("baselines", times_faster) for name in ("baselines_factors", "baselines_seconds")},
-    "stages": ("stages", by_stage),
-    "ahead": ("ahead", joined_ahead),
-    "lag": ("lag", paired),
-    **{f"recipes_{name}": ("recipes", partial(recipes.of_algorithm, name)) for name in ("ppo", "grpo")},
-    "recipes_slow": ("recipes", recipes.slow),
-    "recipes_lora": ("recipes", recipes.adapted),
-    "recipes_strategies": ("recipes", recipes.by_strategy),
-    "adapters": ("adapters", by_rank_of_adapters),
-    "validate_searched": ("validate", lambda rows: [row for row in rows if "ratio" in row]),
-    "validate_systems": ("validate", by_system),
-    **{name: (name, by_case) for name in ("against_trl", "against_trl_given")},
-}
-JOINED: dict[str, Joined] = {name: (*join, _read(f"joined.{name}")) for name, join in JOINS.items()}
+COLUMNS: dict[str, Columns] = {name: _read(name) for name in TABLES if name not in ("parts", "joined", "joins")}
+JOINS: dict[str, dict] = TABLES["joins"]
+JOINED: dict[str, Columns] = {name: _read(f"joined.{name}") for name in TABLES["joined"]}
+SPECIAL = {"recipes_lora": adapted, "recipes_strategies": recipes_by_strategy, "lag": paired}
+
+
+def table(name: str) -> tuple[Columns, Rows, Rows]:
+    """Returns the columns of a table, its rows, and the rows of results that they come from."""
+    join = JOINS.get(name, {})
+    rows = clean_rows(join.get("file", name))
+    if name in SPECIAL:
+        return JOINED[name], SPECIAL[name](rows), rows
+    return JOINED.get(name) or COLUMNS[name], joined(rows, **{"by": ()} | join), rows

@@ -1,5 +1,6 @@
 """Result rows: one JSON object per line with commit, hardware, versions and date, so that a number can be traced."""
 
+import argparse
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,57 @@ RESULTS = REPOSITORY / "bench" / "results"
 TIMELINES = RESULTS / "timelines.json"  # what `bench strategies` recorded of the runs that are drawn
 PACKAGES = ("torch", "deepspeed", "mpi4py", "numpy")
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "planner")  # forecast
+SHIPPED = STRATEGIES[:-1]
+BASELINES = DEEPSPEED_CHAT, PER_TOKEN = "deepspeed-chat", "zero3-per-token"  # other systems, as strategies of rows
 TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "evaluation_s")  # metrics of a run that are times
 Finish = Callable[[list[dict]], list[dict]]
 DIRTY = "-dirty"  # how a commit ends that does not say what was run
 ABOUT = ("date", "commit", "hardware", "python", "versions")  # of every row
+
+
+@dataclass
+class Output:
+    """Where benches write: `--out`. again: measure rows anew that are there: `--again`."""
+
+    folder: Path = REPOSITORY / "runs" / "bench"
+    again: bool = False
+
+
+OUTPUT = Output()
+
+
+class Arguments(argparse.ArgumentParser):
+    """The arguments of a bench.
+
+    about: its docstring, of which the help shows the whole.
+    writes: whether it writes rows.
+    fills: whether it measures only rows that are not there yet.
+    """
+
+    def __init__(self, name: str, about: str | None, *, writes: bool = True, fills: bool = False):
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=f"python -m bench {name}", description=about, formatter_class=form)
+        if writes:
+            text = "where rows are written (default: runs/bench; bench/results are the rows of the documents)"
+            self.add_argument("--out", type=Path, metavar="FOLDER", default=Output.folder, help=text)
+        if fills:
+            self.add_argument("--again", action="store_true", help="measure rows anew that are there")
+
+    def parse_args(self, arguments: Any = None, namespace: Any = None) -> Any:
+        parsed = super().parse_args(arguments, namespace)
+        OUTPUT.folder, OUTPUT.again = getattr(parsed, "out", Output.folder), getattr(parsed, "again", False)
+        return parsed
+
+
+def written(name: str, folder: Path | None = None) -> Path:
+    """Returns the file of the rows of a bench in a folder; None: where benches write."""
+    return (folder or OUTPUT.folder) / f"{name}.jsonl"
+
+
+def rows_so_far(name: str, folder: Path | None = None) -> list[dict]:
+    """Returns the rows that are there."""
+    path = written(name, folder)
+    return read_rows(path) if path.exists() else []
 
 
 def provenance() -> dict:
@@ -43,10 +92,11 @@ def _cpu_info() -> list[str]:
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
-def write(name: str, rows: list[dict]) -> Path:
-    """Replaces bench/results/NAME.jsonl. A row that says itself when and with what it was measured keeps that."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.jsonl"
+def write(name: str, rows: list[dict], folder: Path | None = None) -> Path:
+    """Replaces NAME.jsonl in a folder; None: where benches write. A row that says itself when and with what it was
+    measured keeps that."""
+    path = written(name, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
     about = provenance()
     path.write_text(
         "".join(json.dumps(row | {key: row.get(key, about[key]) for key in ABOUT}) + "\n" for row in rows),
@@ -71,32 +121,31 @@ def clean_rows(name: str) -> list[dict]:
     return rows
 
 
-def add(name: str, rows: list[dict]) -> Path:
-    """Appends rows to bench/results/NAME.jsonl; the earlier ones keep their date and commit."""
-    path = RESULTS / f"{name}.jsonl"
-    return write(name, (read_rows(path) if path.exists() else []) + rows)
+def add(name: str, rows: list[dict], folder: Path | None = None) -> Path:
+    """Appends rows to NAME.jsonl; the earlier ones keep their date and commit."""
+    return write(name, rows_so_far(name, folder) + rows, folder)
 
 
 def keep(name: str, rows: list[dict], keys: Sequence[str], order: Callable[[dict], Any] = lambda row: 0) -> None:
-    """Writes rows in place of those of bench/results/NAME.jsonl that have the same values of these keys, keeps the
-    others, and sorts all by `order`."""
-    path = RESULTS / f"{name}.jsonl"
-    old = read_rows(path) if path.exists() else []
-    places = {tuple(row.get(key) for key in keys): row for row in [*old, *rows]}  # a new row keeps an old one's place
+    """Writes rows in place of those of NAME.jsonl that have the same values of these keys, keeps the others, and sorts
+    all by `order`."""
+    every = [*rows_so_far(name), *rows]  # a new row keeps an old one's place
+    places = {tuple(row.get(key) for key in keys): row for row in every}
     write(name, sorted(places.values(), key=order))
 
 
 def fill(
     name: str, cases: Iterable[dict], measure: Callable[[dict], dict], *, together: int = 1, finish: Finish = list
 ) -> list[dict]:
-    """Measures the cases that bench/results/NAME.jsonl lacks, and writes each row as it comes, so that an interrupted
-    bench goes on where it was -> all rows. A case is a part of its row.
+    """Measures the cases that NAME.jsonl lacks, or all `--again`, and writes each row as it comes, so that an
+    interrupted bench goes on where it was -> all rows. A case is a part of its row.
 
     together: runs at the same time.
     finish: what all rows become before they are written.
     """
-    path = RESULTS / f"{name}.jsonl"
-    rows = read_rows(path) if path.exists() else []
+    rows, cases = rows_so_far(name), list(cases)
+    if OUTPUT.again:
+        rows = [row for row in rows if not any(case.items() <= row.items() for case in cases)]
     missing = [case for case in cases if not any(case.items() <= row.items() for row in rows)]
 
     def row_of(case: dict) -> dict:

@@ -1,25 +1,29 @@
 """Writes the tables of PAGES, between `<!-- rows: NAME -->` and `<!-- end -->`, from rows of clean commits.
 
+A table shows the rows of a file (columns.toml), or quotes numbers of several files (quotes.toml).
+
 Cost: none. Command: python -m bench tables. A unit test fails when a table and its rows differ.
 """
 
 import json
 import re
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from bench import evidence
-from bench.columns import COLUMNS, JOINED, Columns
-from bench.rows import REPOSITORY, clean_rows
+from bench.columns import COLUMNS, Columns, Rows, quoted, table
+from bench.rows import REPOSITORY, Arguments
 
 PAGES = tuple(REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/recipes.md"))
 LEFT = 3  # columns of a table in a terminal that start at the left: names
-ABSENT = ("1e0787d", "8a5d435", "dff037d")  # commits of rows whose work entered the history as 87d4212
 BLOCK = re.compile(r"<!-- rows: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+JOIN = ("file", "where", "by", "across")  # of a quote: the rows that its format strings are about
+QUOTES = tomllib.loads((Path(__file__).parent / "quotes.toml").read_text(encoding="utf-8"))
 
 
 def main(arguments: list[str]) -> int:
-    assert not arguments, "tables takes no options"
+    Arguments("tables", __doc__, writes=False).parse_args(arguments)
     for page in PAGES:
         page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
     print(json.dumps({"bench": "tables", "ok": True}))
@@ -28,24 +32,41 @@ def main(arguments: list[str]) -> int:
 
 def render(text: str) -> str:
     """Rewrites every block of a text from its rows."""
-    return BLOCK.sub(lambda found: f"<!-- rows: {found[1]} -->\n{_table(found[1])}\n<!-- end -->", text)
+    return BLOCK.sub(lambda found: f"<!-- rows: {found[1]} -->\n{_block(found[1])}\n<!-- end -->", text)
 
 
-def _table(name: str) -> str:
-    if name == "evidence":  # of the rows of several files
-        return "\n".join(markdown(*evidence.table()))
-    file, joined, columns = JOINED.get(name) or (name, list, COLUMNS[name])
-    rows = clean_rows(file)
-    lines, about = markdown(columns, joined(rows)), rows[0]
-    versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    commits = list(dict.fromkeys(row["commit"] for row in rows))  # some benches measure a part of their rows
-    of = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
-    if set(commits) & set(ABSENT):
-        of += f" ({' and '.join(one for one in commits if one in ABSENT)}: in the history as a part of 87d4212)"
-    return "\n".join([*lines, "", f"{about['date']}, {of}, {about['hardware']}, {versions}."])
+def _block(name: str) -> str:
+    if name in QUOTES:
+        columns = COLUMNS["evidence" if name == "evidence" else "papers"]
+        return "\n".join(markdown(columns, [quote(entry) for entry in QUOTES[name]]))
+    columns, shown, rows = table(name)
+    return "\n".join([*markdown(columns, shown), "", about(rows)])
 
 
-def markdown(columns: Columns, rows: Sequence[dict]) -> list[str]:
+def quote(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns an entry of quotes.toml with the numbers in its claim, in what is ours and in its verdict."""
+    join = {name: entry[name] for name in JOIN if name in entry}
+    if not join:
+        return entry
+    texts = {name: quoted(entry[name], **join) for name in ("claim", "ours", "verdict") if name in entry}
+    return entry | texts
+
+
+def about(rows: Rows) -> str:
+    """Says when, at which commits and on which machines rows were measured."""
+    machines: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
+        machines.setdefault((row["hardware"], versions), []).append(row)
+    texts = []
+    for (hardware, versions), measured in machines.items():
+        dates, commits = (list(dict.fromkeys(row[name] for row in measured)) for name in ("date", "commit"))
+        of = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+        texts.append(f"{', '.join(dates)}, {of}, {hardware}, {versions}")
+    return "; ".join(texts) + "."
+
+
+def markdown(columns: Columns, rows: Rows) -> list[str]:
     """Returns a table's lines."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return lines + ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]

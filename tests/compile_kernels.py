@@ -5,7 +5,8 @@ this finds before any GPU does what a GPU would find first. Prints one JSON obje
 anew, how often of these because the number of rows was another one, and the most shared memory and bytes of spilled
 registers that one takes.
 
-Command: python -m tests.compile_kernels 90 bfloat16 float32   (compute capability 9.0; not with TRITON_INTERPRET=1)
+Command: python -m tests.compile_kernels 90 bfloat16 float32   (compute capability 9.0, or gfx942 for an MI300; not with
+TRITON_INTERPRET=1)
 """
 
 import importlib
@@ -17,8 +18,6 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from bench.speed.launches import name_of, recorded
-from bench.speed.occupancy import nvidia
 from rlhf_spmd import kernels
 from rlhf_spmd.kernels.decode_attention import decode_attention_triton
 from rlhf_spmd.kernels.kv_write import kv_write_triton
@@ -28,6 +27,7 @@ from rlhf_spmd.kernels.sample import sample_triton
 from rlhf_spmd.kernels.silu_mul import silu_mul_triton
 from rlhf_spmd.kernels.support import make_rules
 from rlhf_spmd.kernels.token_logprobs import token_logprobs_triton
+from tests.launches import name_of, recorded, spilled_bytes
 
 NUM_ROWS = (15, 1, 16, 17)  # the compiler knows 1 and multiples of 16 from the others
 
@@ -78,9 +78,10 @@ def all_kernels() -> set[str]:
     return {name_of(kernel) for kernel in found if kernel.__name__.endswith("_kernel")}
 
 
-def main(capability: int, dtypes: list[torch.dtype]) -> dict[str, dict]:
+def main(device: str, dtypes: list[torch.dtype]) -> dict[str, dict]:
     found: dict[str, dict] = {name: {"versions": 0, "for_rows": 0} for name in all_kernels()}
-    with recorded(GPUTarget("cuda", capability, 32)) as launches:
+    target = GPUTarget("cuda", int(device), 32) if device.isdigit() else GPUTarget("hip", device, 64)
+    with recorded(target) as launches:
         for case in CASES:
             for dtype in dtypes:
                 versions = []
@@ -91,12 +92,12 @@ def main(capability: int, dtypes: list[torch.dtype]) -> dict[str, dict]:
                 for kernel, _ in set().union(*versions[1:]) - versions[0]:
                     found[kernel]["for_rows"] += 1
     for kernel, compiled in {(launch.kernel, launch.compiled) for launch in launches}:
-        row, takes = found[kernel], nvidia(compiled)
+        row = found[kernel]
         row["versions"] += 1
-        row["shared_bytes"] = max(row.get("shared_bytes", 0), takes.shared_bytes)
-        row["spill_bytes"] = max(row.get("spill_bytes", 0), takes.spill_bytes)
+        row["shared_bytes"] = max(row.get("shared_bytes", 0), compiled.metadata.shared)
+        row["spill_bytes"] = max(row.get("spill_bytes", 0), spilled_bytes(compiled))
     return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]), [getattr(torch, name) for name in sys.argv[2:]])))
+    print(json.dumps(main(sys.argv[1], [getattr(torch, name) for name in sys.argv[2:]])))

@@ -16,7 +16,6 @@ Cost on two cores: equality and given three minutes each, given-steps and adapte
 Command: python -m bench against-trl [PART ...] [--case LOSS]; without a part, all
 """
 
-import argparse
 import json
 import subprocess
 import tempfile
@@ -29,7 +28,7 @@ import torch
 from bench.against_trl import equality, steps
 from bench.against_trl.cases import GIVEN_LOSSES, LOSSES, Case
 from bench.against_trl.work import ADAPTED, WORKS, Work
-from bench.rows import REPOSITORY, keep, provenance
+from bench.rows import REPOSITORY, Arguments, keep, provenance
 
 KEYS = ("model", "case", "precision", "work", "peer")  # what tells rows of a part apart
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2-135m"
@@ -68,7 +67,7 @@ PARTS = {
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench against-trl", description=__doc__.partition("\n")[0])
+    parser = Arguments("against-trl", __doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     cases = [name for part in PARTS.values() for name in part.cases]
     parser.add_argument("--case", choices=cases, help="only this loss or work; the rows of others stay")

@@ -12,7 +12,6 @@ Cost on two idle cores: twenty minutes, and a few more for vLLM's compilations; 
 Command: python -m bench against-vllm [--quick] [--precision float32|bfloat16]
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 
 from bench.against_trl.steps import Worker
-from bench.rows import REPOSITORY, keep, provenance
+from bench.rows import REPOSITORY, Arguments, keep, provenance
 from bench.speed import generate_peers as peers
 from bench.speed.generate import CASE, DTYPES, PLACES, REPEATS, SMOLLM2, THREADS
 from bench.speed.generate_compare import row_of, take_turns
@@ -39,7 +38,7 @@ VERSIONS = "import vllm, torch; print(vllm.__version__, torch.__version__)"
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench against-vllm", description=__doc__.partition("\n")[0])
+    parser = Arguments("against-vllm", __doc__)
     parser.add_argument("--quick", action="store_true", help="once, and less of it; judges and writes nothing")
     parser.add_argument("--precision", choices=list(LEAST), help="only this one; the rows of the other stay")
     parsed = parser.parse_args(arguments)

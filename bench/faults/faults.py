@@ -15,7 +15,6 @@ hours.
 Command: python -m bench faults [--quick] [ALGORITHM ...]
 """
 
-import argparse
 import json
 import os
 import random
@@ -25,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.rows import ABOUT, RESULTS, keep, provenance, read_rows
+from bench.rows import ABOUT, OUTPUT, Arguments, keep, provenance, read_rows, rows_so_far, write, written
 from bench.speed.strategies import TWO_TYPES
 from bench.tables import ended
 from rlhf_spmd import embedded
@@ -74,11 +73,10 @@ CASES = {"ppo": STRATEGIES, "grpo": ("flattening", "separation", "reallocation")
 CASES[ADAPTERS] = ("flattening", "separation", "reallocation")
 CASES[AHEAD] = ("separation",)
 CASES[TOOLS] = ("flattening", "separation")
-POINTS = RESULTS / "fault_points.jsonl"
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench faults", description=__doc__)
+    parser = Arguments("faults", __doc__, fills=True)
     parser.add_argument("--quick", action="store_true", help=f"{NUM_QUICK} kills per strategy, kept out of the results")
     parser.add_argument("algorithms", nargs="*", metavar="ALGORITHM", help=f"{', '.join(CASES)}; none: all")
     parser.add_argument("--runs", type=int, default=0, help="of each case; 0: as many as the results have")
@@ -87,8 +85,10 @@ def main(arguments: list[str]) -> int:
     if unknown := set(parsed.algorithms) - set(CASES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(CASES)}")
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
-        points = Path(folder) / "points.jsonl" if quick else POINTS
+        points = Path(folder) / "points.jsonl" if quick else written("fault_points")
         chosen = parsed.algorithms or [*CASES]
+        if OUTPUT.again and not quick:
+            write("fault_points", [row for row in rows_so_far("fault_points") if row["algorithm"] not in chosen])
         cases = [(algorithm, strategy) for algorithm in CASES for strategy in CASES[algorithm] if algorithm in chosen]
         for algorithm, strategy in cases:
             num_runs = NUM_RUNS if algorithm in ("ppo", AHEAD) else NUM_RUNS_OF_OTHERS
@@ -118,7 +118,7 @@ def measure(algorithm: str, strategy: str, num_runs: int, num_kills: int, points
         seed = f"{name} {run}" if algorithm != "ppo" else f"{strategy} {run}"  # as before there were others
         rows = killed(options, folder / f"{name}-{run}", expected, iteration_s, num_kills, seed)
         about = {"bench": "faults", "algorithm": algorithm, "strategy": strategy, "run": run}
-        points.parent.mkdir(exist_ok=True)
+        points.parent.mkdir(parents=True, exist_ok=True)
         with points.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(about | row | provenance()) + "\n" for row in rows))
         names = ("rank", "iterations", "end_s", "equal", "hang", "orphans", "named")

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.rows import write
+from bench.rows import Arguments, write
 from bench.tables import ended
 from tests.started import Started, num_iterations, outcome
 
@@ -29,7 +29,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def main(arguments: list[str]) -> int:
-    assert not arguments, "soak takes no options"
+    Arguments("soak", __doc__).parse_args(arguments)
     options = ["--strategy", STRATEGY, f"iterations={ITERATIONS}", f"checkpoint.every={EVERY}", *SMALL]
     with tempfile.TemporaryDirectory(prefix="soak_") as folder:
         alone = Started(NUM_RANKS, Path(folder) / "alone", *options)

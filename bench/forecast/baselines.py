@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from bench.baseline_tables import PER_TOKEN
 from bench.forecast.validate_systems import USABLE, Plan, deepspeed_chat, simulated
+from bench.rows import PER_TOKEN
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.cluster import Cluster

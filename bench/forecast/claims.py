@@ -3,14 +3,15 @@
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from bench.ahead_tables import joined_ahead
-from bench.baseline_tables import AGAINST, SHIPPED, times_faster
-from bench.stage_tables import by_stage
+from bench.cells import Row, grouped, number
+from bench.rows import BASELINES, SHIPPED
 
 INTERLEAVING = ("interleaving1", "interleaving2")
 SMALL, LARGE = ("1x8", "2x8"), ("4x8", "8x8")  # layouts, as the papers tell them apart
 LARGE_MODELS = ("llama-33b", "llama-65b")
 APP_FACTOR = 11  # the largest speed-up that APP reports
+APART = ("A100s generate", "H100s generate")  # strategies of rows in the suite heterogeneous
+AHEAD, PHASES = "one iteration ahead", "generation_s + training_s"
 NEAR = 1.005  # forecasts this near to each other count as equal
 PLACE = ("algorithm", "preset", "layout", "calibration", "forecast_lengths")  # what compared rows have in common
 Claims = dict[str, list[str] | None]  # name -> the cases in which it does not come out; None: no case decides it
@@ -92,9 +93,9 @@ def eleven_times(rows: Sequence[Mapping]) -> Claims:
     """Checks APP's "up to 11 times" (arXiv 2312.11819) for each network and baseline: is the planner's plan anywhere so
     much faster? An exception names the largest factor."""
     found: Claims = {}
-    for base, calibration in product(AGAINST, dict.fromkeys(row["calibration"] for row in rows)):
-        alike = times_faster([row for row in rows if row["calibration"] == calibration])
-        most = max(row[f"planner over {base}"] or 0.0 for row in alike)
+    for base, calibration in product((*BASELINES, "flattening"), dict.fromkeys(row["calibration"] for row in rows)):
+        places = places_of([row for row in rows if row["calibration"] == calibration])
+        most = max(number(f"{base}[iteration_s] / planner[iteration_s]", place) or 0.0 for place in places)
         words = f"at most {most:.2f} times" if most else "nothing fits"
         found[f"11_times_over_{base}_on_{calibration}"] = [] if most >= APP_FACTOR else [words]
     return found
@@ -102,15 +103,52 @@ def eleven_times(rows: Sequence[Mapping]) -> Claims:
 
 def ahead_of_zero3(rows: Sequence[Mapping]) -> Claims:
     """Checks that on no network the planner's plan is slower than the best strategy or ZeRO 3."""
-    factors = {" ".join(filter(None, place_of(place))): place["factor"] for place in by_stage(rows)}
-    pairs = {where: (factor, 1 / NEAR) for where, factor in factors.items() if factor}
-    return planner_first(rows) | {"planner_ahead_of_zero3": exceptions(pairs)}
+    return planner_first(rows) | {"planner_ahead_of_zero3": quicker(rows, "planner", "zero3", 1 / NEAR)}
 
 
 def ahead_gains(rows: Sequence[Mapping]) -> Claims:
     """Checks that separation one iteration ahead is faster than flattening and than the fastest plan without it."""
-    found: Claims = {}
-    for base in ("planner", "flattening"):
-        gains = {f"{one['preset']} {one['layout']} {one['words']}": one[f"gain_{base}"] for one in joined_ahead(rows)}
-        found[f"ahead_faster_than_{base}"] = exceptions({case: (gain, 1.0) for case, gain in gains.items() if gain})
-    return found
+    return {f"ahead_faster_than_{base}": quicker(rows, AHEAD, base) for base in ("planner", "flattening")}
+
+
+def mixed_ahead(rows: Sequence[Mapping]) -> Claims:
+    """Checks that on mixed devices one type that generates and another that trains are ahead of all on both types."""
+    return {"types_apart_ahead_of_flattening": faster(rows, APART, ["flattening"])} | planner_first(rows)
+
+
+def separation_of_large_models(rows: Sequence[Mapping]) -> Claims:
+    """Checks that separation fits, that its generation and training overlap, and that its weights return fast."""
+    apart = [row for row in rows if row["strategy"] == "separation"]
+    alone = [row for row in apart if row["samples_per_s"] and number(PHASES, row) <= row["iteration_s"]]
+    named = {
+        "separation_fits": [row for row in apart if not row["samples_per_s"]],
+        "generation_and_training_overlap": alone,
+    }
+    found: Claims = {claim: [f"{row['preset']} {row['layout']}" for row in cases] for claim, cases in named.items()}
+    return found | {"new_weights_below_5_percent_in_separation": late(rows, ["separation"], "sync_exposed_s", 0.05)}
+
+
+def freedoms_gain(rows: Sequence[Mapping]) -> Claims:
+    """Checks that a plan with one freedom more is never slower, up to the tolerance NEAR."""
+    wrong = []
+    for place in places_of(rows):
+        steps = [row["iteration_s"] for row in place[""]]
+        slower = [after / before for before, after in zip(steps, steps[1:], strict=False) if after > NEAR * before]
+        wrong += [f"{place['preset']} {place['overrides']}: {factor:.3f} times" for factor in slower]
+    return {"no_freedom_costs": wrong}
+
+
+def places_of(rows: Sequence[Mapping]) -> list[Row]:
+    """Joins the rows of each place."""
+    return grouped(rows, (*PLACE, "overrides"))
+
+
+def quicker(rows: Sequence[Mapping], first: str, second: str, least: float = 1.0) -> list[str] | None:
+    """Lists the places in which one strategy is not more than `least` times as fast as another one."""
+    pairs = {}
+    for place in places_of(rows):
+        factor = number(f"{second}[iteration_s] / {first}[iteration_s]", place)
+        if factor:
+            words = [*place_of(place)[:4], place.get("overrides") if first == AHEAD else None]
+            pairs[" ".join(filter(None, words))] = factor, least
+    return exceptions(pairs)

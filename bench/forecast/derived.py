@@ -8,12 +8,11 @@ the same terms.
 Cost: none. Command: python -m bench derived
 """
 
-import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from bench.rows import write
+from bench.rows import Arguments, write
 from bench.tables import text_table
 from rlhf_spmd.plan.cost.seconds import STATE_BYTES, head_flops, layer_flops
 from rlhf_spmd.plan.workload import SHAPES, ModelShape
@@ -179,7 +178,7 @@ def make_rows() -> list[dict]:
 
 
 def main(arguments: list[str]) -> int:
-    argparse.ArgumentParser(prog="bench derived", description=__doc__.partition("\n\n")[0]).parse_args(arguments)
+    Arguments("derived", __doc__).parse_args(arguments)
     rows = make_rows()
     write("derived", rows)
     print(text_table("derived", rows))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.forecast.measure_cpu import forecast_calls_s, measured_calls_s
-from bench.rows import RESULTS, keep, one_world, read_rows, rows_of_ranks
+from bench.rows import Arguments, keep, one_world, rows_of_ranks, rows_so_far
 from bench.speed.overlap import write_models
 from bench.tables import ended
 from rlhf_spmd.config import presets
@@ -233,7 +233,7 @@ def run_cases(file: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench lengths", description=__doc__)
+    parser = Arguments("lengths", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="default: 2 4 8")
     parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
@@ -242,6 +242,6 @@ def main(arguments: list[str]) -> int:
         return 0
     for size in parsed.ranks:
         keep("lengths", rows_of_ranks("lengths", size), KEYS, lambda row: row["ranks"])
-    rows = read_rows(RESULTS / "lengths.jsonl")
+    rows = rows_so_far("lengths")
     near = sum(row["ok"] for row in rows)
     return ended("lengths", rows, ok=near >= SHARE * len(rows), cases=len(rows), near=near)

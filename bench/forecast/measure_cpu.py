@@ -13,7 +13,6 @@ Command: python -m bench measure-cpu [--algorithm NAME] [--quick] [--calibration
 python -m bench measure-cpu --algorithm sft data.prompts=answers.jsonl
 """
 
-import argparse
 import statistics
 import tempfile
 from collections import Counter, defaultdict
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.rows import RESULTS, read_rows, train, write
+from bench.rows import Arguments, rows_so_far, train, write
 from bench.tables import ended
 from rlhf_spmd.command_line.plans import alternatives, fastest, module_source
 from rlhf_spmd.config import presets
@@ -46,7 +45,7 @@ WORDS = [f"iterations={ITERATIONS}", "num_samples=0"]
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench measure-cpu", description=__doc__)
+    parser = Arguments("measure-cpu", __doc__)
     parser.add_argument("--quick", action="store_true", help="4 ranks only")
     parser.add_argument("--calibration", default="cpu-2core", help="name or file (default: cpu-2core)")
     parser.add_argument("--algorithm", default="ppo", help="its rows are replaced (default: ppo)")
@@ -73,7 +72,7 @@ def main(arguments: list[str]) -> int:
             rows.append(found | {"strategy": SEARCHED})
     rows = [row | {"algorithm": parsed.algorithm} for row in rows]
     if not parsed.quick:
-        others = [row for row in read_rows(RESULTS / "measure_cpu.jsonl") if row["algorithm"] != parsed.algorithm]
+        others = [row for row in rows_so_far("measure_cpu") if row["algorithm"] != parsed.algorithm]
         write("measure_cpu", others + rows)
     return ended("measure-cpu", rows, worst_error=max(abs(row["error"]) for row in rows))
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.baseline_tables import BASELINES
-from bench.forecast.suites import GRIDS, HALVES, STAGES, TUNED, Case, cases, stages
+from bench.forecast.suites import GRIDS, Case
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import Strategy, load_strategy
 
 OF_STRATEGY = "strategy."  # the beginning of a word that is for the strategies of --strategy alone
+HALVES = GRIDS["flattening"]["tp"]
 USUAL = {"tp": HALVES, "pp": HALVES, "inference_pp": HALVES[:3], "generation_pp": HALVES[:3], **GRIDS["reallocation"]}
 
 
@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     parser.add_argument("--preset", help="instead of those of the suite")
     parser.add_argument("--layout", metavar="NxG", help="instead of those of the suite")
+    add_machine(parser)
     text = "instead of those of the suite; sft, reward_model and dpo: their part of the suite stages"
     parser.add_argument("--algorithm", metavar="NAME|FILE.py", help=text)
     parser.add_argument(
@@ -31,44 +32,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
 
 
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that choose the constants of the devices."""
+    machine = parser.add_mutually_exclusive_group()
+    text = "constants of the devices, e.g. h100-80g-derived, mine.json, or of two types a,b; +NETWORK between nodes"
+    machine.add_argument("--calibration", metavar="NAME|FILE.json", help=text)
+    machine.add_argument("--device-type", metavar="TYPE", help="the constants that are derived for it, e.g. h100-80g")
+
+
+def calibration_of(parsed: argparse.Namespace, usual: str | None = None) -> str | None:
+    """Returns the calibration that is asked for, else the usual one."""
+    return f"{parsed.device_type}-derived" if parsed.device_type else parsed.calibration or usual
+
+
 def is_own(parsed: argparse.Namespace) -> bool:
     """Tells whether the rows are not those of a suite."""
-    return bool(parsed.preset or parsed.layout or parsed.algorithm or parsed.strategy or parsed.overrides)
+    places = parsed.preset or parsed.layout or calibration_of(parsed)
+    return bool(places or parsed.algorithm or parsed.strategy or parsed.overrides)
 
 
 def own_cases(of_suite: Sequence[Case], parsed: argparse.Namespace) -> tuple[Case, ...]:
-    """Returns the cases of a suite with the given algorithm, preset and layout, and in every place also the strategies
-    of --strategy. Raises UserError for a strategy that does not exist, an option that it does not have, and a file that
-    cannot be written."""
+    """Returns the cases of a suite with the given algorithm, preset, layout and calibration, and in every place also
+    the strategies of --strategy. Raises UserError for a strategy that does not exist, an option that it does not have,
+    and a file that cannot be written."""
     if parsed.csv and not parsed.csv.parent.is_dir():
         raise UserError(f"{parsed.csv} can't be written: there is no such folder; name another file")
     found = list(of_suite)
     if parsed.algorithm:
         first = [replace(case, algorithm=parsed.algorithm) for case in found if case.algorithm == found[0].algorithm]
         found = [case for case in found if case.algorithm == parsed.algorithm] or first
-    if parsed.preset or parsed.layout:
-        found = _elsewhere(found, parsed.preset, parsed.layout)
+    where = {"preset": parsed.preset, "layout": parsed.layout, "calibration": calibration_of(parsed)}
+    given = {name: value for name, value in where.items() if value}
+    if (parsed.layout or "").startswith("1x"):  # one node has no network
+        found = [replace(case, calibration=case.calibration.partition("+")[0]) for case in found]
+    found = list({repr(moved): moved for moved in (replace(case, **given) for case in found)}.values())
     words = [word.removeprefix(OF_STRATEGY) for word in parsed.overrides if word.startswith(OF_STRATEGY)]
     if words and not parsed.strategy:
         raise UserError(f"{OF_STRATEGY}{words[0]}: the options of the shipped strategies are searched; give --strategy")
     options = dict(word.split("=", 1) for word in words)
-    places = dict.fromkeys((case.preset, case.layout, case.algorithm, case.overrides) for case in found)
+    places = {(case.preset, case.layout, case.algorithm, case.calibration, case.overrides): case for case in found}
     for name in parsed.strategy:
         typed = load_strategy(name).typed(options)
-        for preset, layout, algorithm, overrides in places:
-            found.append(Case(preset, layout, name, typed, algorithm=algorithm, overrides=overrides))
+        found += [replace(case, strategy=name, options=typed, exact=False, called="") for case in places.values()]
     return tuple(found)
-
-
-def _elsewhere(of_suite: Sequence[Case], preset: str | None, layout: str | None) -> list[Case]:
-    """Returns all strategies, and the other systems of these cases, for another preset or on another layout."""
-    presets = [preset] if preset else list(dict.fromkeys(case.preset for case in of_suite))
-    layouts = [layout] if layout else list(dict.fromkeys(case.layout for case in of_suite))
-    kinds = TUNED | {case.strategy: {} for case in of_suite if case.strategy in BASELINES}
-    found: list[Case] = []
-    for name in dict.fromkeys(case.algorithm for case in of_suite):
-        found += stages([name], presets, layouts) if name in STAGES else cases(presets, layouts, kinds, algorithm=name)
-    return found
 
 
 def own_grid(strategy: Strategy) -> dict[str, tuple]:

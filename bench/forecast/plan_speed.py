@@ -16,17 +16,17 @@ than the plan, and `check` may refuse no plan.
 
 Cost: two minutes, eight for the methods and an hour for the fuzz, which only runs if it is named.
 Command: python -m bench plan-speed [--part promised | methods | fuzz] [--layout NxG] [--quick] [--cases N]
+[--device-type h100-80g]
 """
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 from bench.forecast import plan_fuzz
+from bench.forecast.own_ideas import add_machine, calibration_of
 from bench.forecast.spaces import apps_parts
-from bench.rows import RESULTS, read_rows, write
+from bench.rows import Arguments, rows_so_far, write
 from bench.tables import text_table
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
@@ -65,6 +65,12 @@ KEEP = 2  # choices that are simulated
 MOST_SIMULATED = 256  # devices: of 1,024 each program takes ten seconds, and those that stream are tried in ten ways
 
 
+def cluster_of(layout: str, calibration: Calibration) -> Cluster:
+    """Returns devices of the one type of a calibration."""
+    (device,) = calibration.devices
+    return Cluster.parse(layout, device)
+
+
 def timed(work: Callable) -> tuple[float, object]:
     """Calls `work` -> processor seconds, and the result."""
     began = time.process_time()
@@ -75,10 +81,10 @@ def timed(work: Callable) -> tuple[float, object]:
 # ---- what is promised -----------------------------------------------------------------------------------------------
 
 
-def program_row(strategy: str) -> dict:
+def program_row(strategy: str, calibration: Calibration) -> dict:
     """Measures the seconds of a program from its layouts to its forecast."""
     workload = make_workload(presets.load(PRESET, WORDS))
-    cluster, calibration = Cluster.parse(RANKS, DEVICE), load_calibration(DEVICE)
+    cluster = cluster_of(RANKS, calibration)
     placement = load_strategy(strategy).place(workload, cluster, **STRATEGIES[strategy])
     compile_s, program = timed(lambda: compile_program(workload, placement, cluster))
     check_s, _ = timed(lambda: check(program))
@@ -89,21 +95,22 @@ def program_row(strategy: str) -> dict:
     return row | {"forecast_s": found.makespan_s}
 
 
-def search_row(layout: str) -> dict:
+def search_row(layout: str, calibration: Calibration) -> dict:
     """Measures the processor seconds of a search, and of simulating what it found."""
     words = WORDS if layout == RANKS else ()
     workload = make_workload(presets.load(PRESET, words))
-    cluster, calibration = Cluster.parse(layout, DEVICE), load_calibration(DEVICE)
+    cluster = cluster_of(layout, calibration)
     found = search(workload, cluster, calibration, keep=KEPT[layout])
     row = {"what": "search, exact", "layout": layout, "seconds": found.processor_s, "simulate_s": found.simulate_s}
     row |= {"gap": found.gap, "num_plans": len(found.plans), "forecast_s": found.plans[0].forecast.makespan_s}
     return row | {"promised_s": SEARCH_S[layout], "ok": found.processor_s <= SEARCH_S[layout]}
 
 
-def promised() -> bool:
+def promised(calibration: Calibration) -> bool:
     """Checks that the programs and searches of which a time is promised are within it."""
-    cases = [partial(program_row, name) for name in STRATEGIES] + [partial(search_row, name) for name in SEARCH_S]
-    rows = [{"bench": "plan-speed"} | case() for case in cases]
+    rows = [program_row(name, calibration) for name in STRATEGIES]
+    rows += [search_row(layout, calibration) for layout in SEARCH_S]
+    rows = [{"bench": "plan-speed", "calibration": calibration.name} | row for row in rows]
     print(text_table("plan_speed", rows), flush=True)
     write("plan_speed", rows)
     return all(row["ok"] for row in rows)
@@ -112,9 +119,9 @@ def promised() -> bool:
 # ---- the methods ----------------------------------------------------------------------------------------------------
 
 
-def setting(layout: str) -> tuple[Workload, Cluster]:
+def setting(layout: str, calibration: Calibration) -> tuple[Workload, Cluster]:
     """Returns the workload and the devices of a row."""
-    cluster = Cluster.parse(layout, DEVICE)
+    cluster = cluster_of(layout, calibration)
     rows = max(ROWS, ROWS_OF_DEVICE * cluster.num_devices)
     words = (f"rollout_batch={rows}", f"mini_batch={rows // MINI_BATCHES}")
     return make_workload(presets.load(FAMILY[layout], words)), cluster
@@ -135,12 +142,13 @@ def searched(
     return spaces[0], best, max(gaps)
 
 
-def method_row(method: str, layout: str) -> dict:
+def method_row(method: str, layout: str, calibration: Calibration) -> dict:
     """Measures one method on one layout."""
-    (workload, cluster), calibration = setting(layout), load_calibration(DEVICE)
+    workload, cluster = setting(layout, calibration)
     clock_s = time.perf_counter()
     processor_s, (space, best, gap) = timed(lambda: searched(method, workload, cluster, calibration))
     row = {"bench": "plan-speed", "what": "method", "method": method, "preset": FAMILY[layout], "layout": layout}
+    row["calibration"] = calibration.name
     row |= {"devices": cluster.num_devices, "rows": workload.num_sequences, "seconds": time.perf_counter() - clock_s}
     row |= {"processor_s": processor_s, "num_scored": best.num_scored, "gap": gap}
     row["call_level_s"] = best.seconds if best.found else None
@@ -159,12 +167,11 @@ def with_distances(rows: Sequence[dict]) -> Iterator[dict]:
         yield row | {"proved": proved, "distance": row["call_level_s"] / least_s - 1 if row["call_level_s"] else None}
 
 
-def methods(layouts: Sequence[str]) -> bool:
+def methods(layouts: Sequence[str], calibration: Calibration) -> bool:
     """Checks that each method finds a placement wherever another one does; keeps the rows of other layouts."""
-    path = RESULTS / "plan_methods.jsonl"
-    rows = [row for row in read_rows(path) if row["layout"] not in layouts] if path.exists() else []
+    rows = [row for row in rows_so_far("plan_methods") if row["layout"] not in layouts]
     for layout in layouts:
-        found = list(with_distances([method_row(method, layout) for method in METHODS]))
+        found = list(with_distances([method_row(method, layout, calibration) for method in METHODS]))
         print(text_table("plan_methods", found), flush=True)
         rows += found
     write("plan_methods", sorted(rows, key=lambda row: row["devices"]))
@@ -183,18 +190,19 @@ def fuzz(numbers: Sequence[int], *, quick: bool) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench plan-speed", description=__doc__.partition("\n\n")[0])
+    parser = Arguments("plan-speed", __doc__)
     parser.add_argument("--part", choices=("promised", "methods", "fuzz"), help="without it, the first two")
     parser.add_argument("--layout", choices=FAMILY, help="the methods on this one only; the rows of others are kept")
     parser.add_argument("--cases", type=int, default=plan_fuzz.CASES, help="of the fuzz (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="of the fuzz, a few cases; writes nothing")
+    add_machine(parser)
     parsed = parser.parse_args(arguments)
-    found = {}
+    calibration, found = load_calibration(calibration_of(parsed, DEVICE)), {}
     if parsed.part == "fuzz":
         found["fuzz"] = fuzz(range(plan_fuzz.QUICK if parsed.quick else parsed.cases), quick=parsed.quick)
     if parsed.part in (None, "promised"):
-        found["promised"] = promised()
+        found["promised"] = promised(calibration)
     if parsed.part in (None, "methods"):
-        found["methods"] = methods([parsed.layout] if parsed.layout else list(FAMILY))
+        found["methods"] = methods([parsed.layout] if parsed.layout else list(FAMILY), calibration)
     print(json.dumps({"bench": "plan-speed", **found, "ok": all(found.values())}))
     return 0 if all(found.values()) else 1

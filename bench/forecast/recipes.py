@@ -2,12 +2,12 @@
 
 For each place every shipped strategy has the best of its options (bench/forecast/tuning.py). The recipe is the first
 of STRATEGIES within NEAR of the fastest: forecasts err by more, and the first ones are the simplest. docs/recipes.md is
-made from the rows. **Nothing is measured on a GPU**: seconds come from the derived calibrations of A100s.
+made from the rows. **Nothing is measured on a GPU**: seconds come from the derived calibrations of A100s, or from
+that of --calibration or --device-type.
 
-Cost: about five minutes of a core, on all cores. Command: python -m bench recipes
+Cost: about five minutes of a core, on all cores. Command: python -m bench recipes [--device-type h100-80g]
 """
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -17,11 +17,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from bench.columns import FAST, LORA
+from bench.forecast.own_ideas import add_machine, calibration_of
 from bench.forecast.scan import machine
 from bench.forecast.suites import Case, grid_of
 from bench.forecast.tuning import Found, best_options
-from bench.recipe_tables import FAST, LORA
-from bench.rows import write
+from bench.rows import Arguments, write
 from bench.tables import text_table
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
@@ -31,7 +32,7 @@ from rlhf_spmd.plan.cost.memory import most_bytes
 
 MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "llama-70b")
 LAYOUTS = ("1x1", "1x8", "2x8", "8x8")
-DEVICES = ("a100-40g", "a100-80g")
+MACHINES = ("a100-40g-derived", "a100-80g-derived")
 SLOW = "200g-per-node"  # between nodes
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "reallocation", "separation")  # the simplest first
 NEAR = 1.02  # of the fewest seconds
@@ -60,13 +61,13 @@ class Place:
     algorithm: str
     preset: str
     layout: str
-    device: str
+    machine: str  # its calibration
     network: str = FAST
 
     @property
     def case(self) -> Case:
         """The forecast of the first strategy here."""
-        calibration = f"{self.device}-derived" + (f"+{self.network}" if self.network == SLOW else "")
+        calibration = self.machine + (f"+{self.network}" if self.network == SLOW else "")
         return Case(self.preset, self.layout, STRATEGIES[0], {}, algorithm=self.page, calibration=calibration)
 
     @property
@@ -75,15 +76,19 @@ class Place:
         return self.algorithm.partition("+")[0]
 
 
-def places() -> Iterator[Place]:
-    """Yields all places, then those with the slow network (two nodes with 80 GB), last those with adapters."""
+def places(machine: str | None = None) -> Iterator[Place]:
+    """Yields all places, then those with the slow network (two nodes, the last machine), last those with adapters.
+
+    machine: a calibration instead of MACHINES.
+    """
+    machines = MACHINES if machine is None else (machine,)
     adapted = [name for name in ALGORITHMS if name.endswith(LORA)]
     full = [name for name in ALGORITHMS if name not in adapted]
-    for algorithm, *where in product(full, MODELS, LAYOUTS, DEVICES):
+    for algorithm, *where in product(full, MODELS, LAYOUTS, machines):
         yield Place(algorithm, *where)
     for algorithm, preset in product(full, MODELS):
-        yield Place(algorithm, preset, LAYOUTS[2], DEVICES[1], SLOW)
-    for algorithm, *where in product(adapted, LORA_MODELS, LORA_LAYOUTS, DEVICES):
+        yield Place(algorithm, preset, LAYOUTS[2], machines[-1], SLOW)
+    for algorithm, *where in product(adapted, LORA_MODELS, LORA_LAYOUTS, machines):
         yield Place(algorithm, *where)
 
 
@@ -109,7 +114,7 @@ def row_of(place: Place) -> dict:
         "preset": place.preset,
         "devices": cluster.num_devices,
         "layout": place.layout,
-        "device_type": place.device,
+        "device_type": cluster.device_types[0],
         "device_gib": (cluster.device_bytes(0) or 0) // 2**30,
         "network": place.network,
         "calibration": calibration.name,
@@ -163,8 +168,10 @@ def arguments(strategy: str, options: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    argparse.ArgumentParser(prog="bench recipes", description=__doc__.partition("\n")[0]).parse_args(arguments)
-    every = list(places())
+    parser = Arguments("recipes", __doc__)
+    add_machine(parser)
+    calibration = calibration_of(parser.parse_args(arguments))
+    every = list(places(calibration))
     with ProcessPoolExecutor() as pool:
         rows = list(tqdm(pool.map(row_of, every), total=len(every), unit="place", leave=False))
     print(text_table("recipes", rows))

@@ -4,7 +4,7 @@ A row for each: forecast and rehearsed seconds of an iteration, the processors' 
 means that nothing hung, the median of the iterations is within 10% of the forecast, the whole took at most 90 s and
 6 GB, and the ranks took at most 60% of the cores. Needs an otherwise idle machine.
 
-Cost: ten minutes on two cores. Command: python -m bench rehearse [STRATEGY ...]
+Cost: ten minutes on two cores. Command: python -m bench rehearse [STRATEGY ...] [--device-type h100-80g]
 """
 
 import json
@@ -13,37 +13,41 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from bench.baseline_tables import SHIPPED
-from bench.rows import REPOSITORY, add
-from bench.tables import text_table
+from bench.forecast.own_ideas import add_machine, calibration_of
+from bench.rows import REPOSITORY, SHIPPED, Arguments, add
+from bench.tables import ended
 
-JOB = ("--layout", "8x8", "--preset", "llama-13b", "--calibration", "a100-80g")
+JOB, CALIBRATION = ("--layout", "8x8", "--preset", "llama-13b"), "a100-80g"
 NEAR, MOST_S, MOST_BYTES, MOST_SHARE = 0.1, 90.0, 6e9, 0.6
 SAMPLE_S = 2.0
 PLAN = "plan"
 
 
 def main(arguments: list[str]) -> int:
+    parser = Arguments("rehearse", __doc__)
+    parser.add_argument("strategies", nargs="*", metavar="STRATEGY", help=f"none: {', '.join(SHIPPED)} and {PLAN}")
+    add_machine(parser)
+    parsed = parser.parse_args(arguments)
+    job = [*JOB, "--calibration", calibration_of(parsed, CALIBRATION)]
     rows = []
     with tempfile.TemporaryDirectory(prefix="rehearse_") as name:
-        for strategy in arguments or (*SHIPPED, PLAN):
-            rows.append(measured(strategy, Path(name)))
+        for strategy in parsed.strategies or (*SHIPPED, PLAN):
+            rows.append(measured(strategy, Path(name), job))
             add("rehearse", rows[-1:])
-    print(text_table("rehearse", rows))
-    print(json.dumps({"bench": "rehearse", "ok": all(row["ok"] for row in rows)}))
-    return 0 if all(row["ok"] for row in rows) else 1
+    return ended("rehearse", rows)
 
 
-def measured(strategy: str, folder: Path) -> dict:
+def measured(strategy: str, folder: Path, job: Sequence[str]) -> dict:
     """Measures the row of one strategy."""
     source = strategy
     if strategy == PLAN:
         source = str(folder / "plan.py")
-        run("plan", *JOB, "--out", source)
+        run("plan", *job, "--out", source)
     began, memory = time.monotonic(), Memory()
-    out = run("rehearse", source, *JOB, "--json")
+    out = run("rehearse", source, *job, "--json")
     took_s, peak = time.monotonic() - began, memory.stop()
     result = json.loads(out.strip().rpartition("\n")[2])
     seconds = sorted(result["rehearsed_s"])

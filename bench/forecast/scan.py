@@ -1,18 +1,17 @@
 """Forecasts of whole iterations on described machines: strategies side by side over models and layouts.
 
 Each strategy has the best of its options (bench/forecast/tuning.py). --suite asks another question
-(bench/forecast/suites.py); --strategy, --preset, --layout and options are for one's own ideas
+(bench/forecast/suites.toml); --strategy, --preset, --layout, --calibration and options are for one's own ideas
 (bench/forecast/own_ideas.py).
 
-Cost: the whole scan takes ten minutes on one core; --quick takes one. Commands:
+Cost: ten minutes of a core, --quick one. Commands:
 python -m bench scan [--quick | --suite NAME]
 python -m bench scan --algorithm sft|reward_model|dpo
 python -m bench scan --strategy mine.py --preset llama-13b --layout 2x8 --csv mine.csv
+python -m bench scan --device-type h100-80g --preset llama-7b
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
@@ -20,13 +19,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.baseline_tables import BASELINES
 from bench.forecast.baselines import fastest_baseline
 from bench.forecast.claims import place_of
 from bench.forecast.own_ideas import add_arguments, is_own, own_cases, own_grid, workload_words, write_csv
+from bench.forecast.spaces import SPACES, within
 from bench.forecast.suites import GRIDS, STAGES, SUITES, Case, grid_of, later_grid_of
 from bench.forecast.tuning import Found, best_options
-from bench.rows import write
+from bench.forecast.validate_systems import fastest
+from bench.rows import BASELINES, Arguments, write
 from bench.tables import text_table
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
@@ -46,6 +46,7 @@ from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.search.planner import BUDGET, search
 from rlhf_spmd.plan.workload import Workload
 
+HEURISTIC = "real-heuristic"  # as a strategy of cases
 LONG_BUDGET = 3 * BUDGET  # of the planner's proof; its gap is in the row
 SHADOWS, FROZEN = ("actor", "critic"), ("reference", "reward")
 # Kind of call -> phase.
@@ -57,10 +58,14 @@ LIMITS = {"products": "compute", "messages": "network"}  # of limits(), as rows 
 
 
 def machine(case: Case) -> tuple[Cluster, Calibration]:
-    """Returns the cluster of a case and its constants."""
-    calibration = load_calibration(case.calibration)
-    (device,) = calibration.devices
-    return Cluster.parse(case.layout, device), calibration
+    """Returns the cluster of a case and its constants. Raises UserError if its layout and its constants name different
+    numbers of types of device."""
+    calibration, layouts = load_calibration(case.calibration), case.layout.split("+")
+    if len(layouts) != len(calibration.devices):
+        types = ", ".join(calibration.devices)
+        raise UserError(f"layout {case.layout} wants nodes of {len(layouts)} types, and the calibration has {types}")
+    parts = [Cluster.parse(*pair) for pair in zip(layouts, calibration.devices, strict=True)]
+    return Cluster(tuple(node for part in parts for node in part.nodes)), calibration
 
 
 def solve(case: Case, workload: Workload, cluster: Cluster, calibration: Calibration) -> Found:
@@ -71,6 +76,9 @@ def solve(case: Case, workload: Workload, cluster: Cluster, calibration: Calibra
         if case.strategy in BASELINES:
             seen, setup = fastest_baseline(case.strategy, workload, cluster, calibration)
             return Found({"configuration": setup.name}, seen.program, seen, counts={"peak_bytes": setup.peak_bytes})
+        if case.strategy == HEURISTIC:
+            seen, configuration = fastest("ReaL-Heuristic", workload, cluster, calibration)
+            return Found({"configuration": configuration}, seen.program, seen)
     except UserError as error:
         return Found({}, None, None, str(error))
     strategy, size = load_strategy(case.strategy), cluster.num_devices
@@ -83,8 +91,24 @@ def solve(case: Case, workload: Workload, cluster: Cluster, calibration: Calibra
     return best_options(strategy, workload, cluster, calibration, grid, later_grid_of(case.strategy, size))
 
 
-def planned(workload: Workload, cluster: Cluster, calibration: Calibration, **how: Any) -> Found:
-    """Finds the planner's first plan with these arguments of search(); its options are the layouts of the calls."""
+def planned(
+    workload: Workload,
+    cluster: Cluster,
+    calibration: Calibration,
+    *,
+    space: Sequence[str] = (),
+    graphs: bool = False,
+    **how: Any,
+) -> Found:
+    """Finds the planner's first plan with these arguments of search(); its options are the layouts of the calls.
+
+    space: names of SPACES, of which it keeps to each.
+    graphs: decode steps start in no time.
+    """
+    if graphs:
+        devices = {name: replace(device, graph_layer_s=0.0) for name, device in calibration.devices.items()}
+        calibration = replace(calibration, devices=devices)
+    how |= {"allowed": within([SPACES[name](workload) for name in space])} if space else {}
     found = search(workload, cluster, calibration, **{"budget": LONG_BUDGET} | how)
     plan = found.plans[0]
     options: dict[str, Any] = {"plan": plan.name, "stream": plan.placement.stream}
@@ -241,7 +265,7 @@ def run_case(case: Case, overrides: Sequence[str]) -> dict:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench scan", description=__doc__.partition("\n")[0])
+    parser = Arguments("scan", __doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="7B on one and two nodes; writes nothing")
     what.add_argument("--suite", choices=[name for name in SUITES if name not in ("all", "quick")])
@@ -249,14 +273,10 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     name = parsed.suite or ("quick" if parsed.quick else "stages" if parsed.algorithm in STAGES else "all")
     suite, own = SUITES[name], is_own(parsed)
-    try:
-        mine, words = own_cases(suite.cases, parsed), workload_words(parsed.overrides)
-        rows = run_suite(mine, [*suite.overrides, *words], suite.decoded)
-        if parsed.csv:
-            write_csv(parsed.csv, rows)
-    except UserError as error:
-        print(f"bench scan: error: {error}", file=sys.stderr)
-        return 2
+    words = [*suite.overrides, *workload_words(parsed.overrides)]
+    rows = run_suite(own_cases(suite.cases, parsed), words, suite.decoded)
+    if parsed.csv:
+        write_csv(parsed.csv, rows)
     file = "scan" if name in ("all", "quick") or (own and name != "stages") else name.replace("-", "_")
     print(f"{'own rows, which are not kept' if own else suite.title}\n{text_table(file, rows)}")
     claims = {} if own else suite.claims(rows)

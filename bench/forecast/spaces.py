@@ -5,7 +5,7 @@ no ZeRO 2 or 3, as many micro-batches as it uses. APP's (arXiv 2312.11819) is on
 strategies tie calls to each other, and a predicate sees one call.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlhf_spmd.plan.cluster import Cluster
@@ -47,6 +47,28 @@ def reals_space(workload: Workload) -> Allowed:
         )
 
     return allowed
+
+
+def on_devices(call: Call, layout: Layout, cluster: Cluster) -> bool:
+    """Accepts layouts whose models stay on the devices."""
+    return not layout.offload
+
+
+def on_all_ranks(call: Call, layout: Layout, cluster: Cluster) -> bool:
+    """Accepts layouts on all ranks, of which each call may have its own."""
+    return len(layout.ranks) == cluster.num_devices
+
+
+def within(spaces: Sequence[Allowed]) -> Allowed:
+    """Returns the space of the layouts that lie in each of some."""
+    return lambda call, layout, cluster: all(allowed(call, layout, cluster) for allowed in spaces)
+
+
+SPACES: dict[str, Callable[[Workload], Allowed]] = {
+    "real": reals_space,
+    "on_devices": lambda workload: on_devices,
+    "on_all_ranks": lambda workload: on_all_ranks,
+}
 
 
 # ---- APP's -----------------------------------------------------------------------------------------------------------

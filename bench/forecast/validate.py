@@ -13,7 +13,6 @@ the same constants; of them, what counts is which runs are faster than which.
 Cost: five minutes, most of it the planner's. Command: python -m bench validate
 """
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 
@@ -32,7 +31,7 @@ from bench.forecast.validate_rows import (
     workload_of,
 )
 from bench.forecast.validate_systems import fastest
-from bench.rows import write
+from bench.rows import Arguments, write
 from bench.tables import text_table
 from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cluster import Cluster
@@ -117,7 +116,7 @@ def summary(results: Sequence[dict]) -> dict:
 
 
 def main(arguments: list[str]) -> int:
-    argparse.ArgumentParser(prog="bench validate", description=__doc__.partition("\n")[0]).parse_args(arguments)
+    Arguments("validate", __doc__).parse_args(arguments)
     calibration, rows = read_calibration(str(DATA / "real_v1.json")), read_rows()
     results = [judged(row, calibration, rows) for row in tqdm(rows, unit="row", leave=False)]
     print(text_table("validate", results))

@@ -10,7 +10,6 @@ they come: an interrupted bench goes on where it was.
 Command: python -m bench adapters [TASK ...] [--seeds 0,1,2,3,4]
 """
 
-import argparse
 import json
 import os
 import tempfile
@@ -18,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
-from bench.rows import fill, read_rows, train
+from bench.rows import Arguments, fill, read_rows, train
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.plan.program.tensors import trained_weights_of, weights_of
@@ -68,7 +67,7 @@ def judged(rows: list[dict]) -> list[dict]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench adapters", description=__doc__.partition("\n")[0])
+    parser = Arguments("adapters", __doc__, fills=True)
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"{', '.join(TASKS)}; none: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="of the runs")
     parsed = parser.parse_args(arguments)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.rows import keep, on_ranks, one_world
+from bench.rows import Arguments, keep, on_ranks, one_world
 from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
@@ -129,7 +129,7 @@ def run_case(folder: Path, world, case: Case, program: Program, seed: int) -> No
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench invariance", description=__doc__)
+    parser = Arguments("invariance", __doc__)
     parser.add_argument("algorithms", nargs="*", metavar="ALGORITHM", help="measured anew; none: all")
     parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)

@@ -10,21 +10,20 @@ rate, which rises over all 80 steps of a run (`--actor-lr 5e-5 --warmup 80`), th
 Cost: 190 runs of 15 s on a thread each. Command: python -m bench lag
 """
 
-import argparse
 import json
+import math
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from bench.ahead_tables import MEASURE, paired
-from bench.rows import RESULTS, fill, read_rows, train
+from bench.rows import OUTPUT, Arguments, fill, read_rows, rows_so_far, train
 
 ON_A_RANK = "--on-a-rank"
 PAGES, LAGS, SEEDS = ("grpo", "ppo"), (1, 2, 4), (0, 1, 2, 3, 4)
@@ -42,6 +41,12 @@ ACTOR_LR = 1e-4  # a third of the preset's, with which an iteration moves a toke
 SIZE = ("mini_batch=64", "micro_batch=64", "iterations=20", "eval.every=4")
 KEY = ("page", "lag", "correction", "seed")
 LIMIT_S = 3600.0
+MEASURE = "accuracy_mean"  # of a run of bench lag: of its evaluations after training has begun
+MEASURES = {"": MEASURE, "last_": "accuracy_last"}  # what is compared, by what its differences are called
+OF_PAIR = ("page", "actor_lr", "warmup")  # what both runs of a pair have, and the seed
+OF_PLACE = (*OF_PAIR, "lag", "correction")
+NATS = {"nats": "parity_mean_abs", "largest_nats": "parity_mean_abs_largest"}  # of an iteration's lag: mean, largest
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's distribution, by the number of pairs
 
 
 def cases(lags: Sequence[int] = LAGS) -> list[tuple[str, int, str, int]]:
@@ -98,6 +103,31 @@ def measured(case: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     }
 
 
+def paired(rows: Sequence[Mapping]) -> list[dict]:
+    """Returns, of every algorithm, rate, warm-up, lag and correction that has two seeds at least: the number of seeds,
+    the mean difference of each measure from lag 0, half of its 95% interval, and the mean over the seeds of the lag in
+    nats, where every row has it."""
+    places: dict[tuple, list[tuple[Mapping, Mapping]]] = {}
+    base = {tuple(row[name] for name in (*OF_PAIR, "seed")): row for row in rows if row["lag"] == 0}
+    for row in rows:
+        if row["lag"] and (alone := base.get(tuple(row[name] for name in (*OF_PAIR, "seed")))):
+            places.setdefault(tuple(row[name] for name in OF_PLACE), []).append((row, alone))
+    made = []
+    for place, pairs in places.items():
+        if (num := len(pairs)) < 2:
+            continue
+        one: dict = dict(zip(OF_PLACE, place, strict=True)) | {"seeds": num}
+        for prefix, measure in MEASURES.items():
+            differences = [row[measure] - alone[measure] for row, alone in pairs]
+            one[f"{prefix}difference"] = statistics.fmean(differences)
+            one[f"{prefix}half"] = T_95[num] * statistics.stdev(differences) / math.sqrt(num)
+        for name, measure in NATS.items():
+            found = [row[measure] for row, _ in pairs if measure in row]
+            one[name] = statistics.fmean(found) if len(found) == num else None
+        made.append(one)
+    return made
+
+
 def main(arguments: list[str]) -> int:
     if arguments[:1] == [ON_A_RANK]:
         from rlhf_spmd.__main__ import main as program
@@ -105,7 +135,7 @@ def main(arguments: list[str]) -> int:
         delay(int(arguments[1]))
         sys.argv[1:] = arguments[2:]
         return program()
-    parser = argparse.ArgumentParser(prog="bench lag", description=__doc__)
+    parser = Arguments("lag", __doc__, fills=True)
     parser.add_argument("--most", type=int, help="number of rows to measure now")
     parser.add_argument("--actor-lr", type=float, default=ACTOR_LR, metavar="RATE", help="rate of the actor")
     parser.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="steps over which the rates rise")
@@ -114,9 +144,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
     parsed = parser.parse_args(arguments)
     rates = {"actor_lr": parsed.actor_lr, "warmup": parsed.warmup}
-    path, asked = RESULTS / "lag.jsonl", cases(parsed.lag)
-    every = [dict(zip(KEY, case, strict=True)) | rates for case in asked]
-    have = [{name: row[name] for name in every[0]} for row in (read_rows(path) if path.exists() else [])]
+    every = [dict(zip(KEY, case, strict=True)) | rates for case in cases(parsed.lag)]
+    have = [{name: row[name] for name in every[0]} for row in ([] if OUTPUT.again else rows_so_far("lag"))]
     now = islice((case for case in every if case not in have), parsed.most)
     rows = fill("lag", now, partial(measured, overrides=parsed.overrides), together=parsed.together)
     for one in paired(rows):

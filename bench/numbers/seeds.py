@@ -6,11 +6,10 @@ demo-tools-seeds: `make demo-tools`: GRPO raises the share of held-out questions
     The words of these questions are in no prompt. The row also has the share of those whose numbers and sign are in no
     prompt, either, and of what the first model answers right without a tool: in episodes of one turn.
 
-Cost: five times the demo, two to six minutes. With --missing only the seeds that the results lack.
-Command: python -m bench demo-seeds (demo-grpo-seeds, demo-tools-seeds) [--missing] [KEY=VALUE ...]
+Cost: five times the demo, two to six minutes.
+Command: python -m bench demo-seeds (demo-grpo-seeds, demo-tools-seeds) [--again] [KEY=VALUE ...]
 """
 
-import argparse
 import math
 import resource
 import statistics
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from bench.rows import RESULTS, fill, read_rows, run, train
+from bench.rows import Arguments, fill, read_rows, run, train
 from bench.tables import ended
 from rlhf_spmd import embedded
 
@@ -130,14 +129,10 @@ def _processor_s() -> float:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench", description=__doc__.partition("\n")[0])
-    parser.add_argument("bench", choices=DEMOS)
-    parser.add_argument("--missing", action="store_true", help="only the seeds that the results lack")
+    parser = Arguments(arguments[0], __doc__, fills=True)
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE")
-    parsed = parser.parse_args(arguments)
-    name, demo = parsed.bench.replace("-", "_"), DEMOS[parsed.bench]
-    if not parsed.missing:
-        (RESULTS / f"{name}.jsonl").unlink(missing_ok=True)
+    parsed = parser.parse_args(arguments[1:])
+    name, demo = arguments[0].replace("-", "_"), DEMOS[arguments[0]]
     rows = fill(name, [{"seed": seed} for seed in SEEDS], partial(measured, demo=demo, overrides=parsed.overrides))
     median_s, passed = statistics.median(row.get("command_s", 0.0) for row in rows), [row["ok"] for row in rows]
-    return ended(parsed.bench, rows, ok=all(passed) and median_s <= demo.most_s, passed=sum(passed), median_s=median_s)
+    return ended(arguments[0], rows, ok=all(passed) and median_s <= demo.most_s, passed=sum(passed), median_s=median_s)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rows import one_world, rows_of_ranks, write
+from bench.rows import Arguments, one_world, rows_of_ranks, write
 from bench.speed.overlap import Iteration, Runner, seconds_of
 from bench.tables import ended
 from rlhf_spmd.config.options import make_workload
@@ -90,7 +90,7 @@ def judge(rows: list[dict[str, Any]]) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench ahead-real", description=__doc__)
+    parser = Arguments("ahead-real", __doc__)
     parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of every response")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of an iteration without and one with it")

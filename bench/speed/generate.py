@@ -12,13 +12,12 @@ one with --ours (only our generation, on one thread: work of which `tools unchan
 Command: python -m bench generate [--smollm2] [--quick | --ours] [--precision float32|bfloat16] [--work limit|spread]
 """
 
-import argparse
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from bench.rows import REPOSITORY, keep
+from bench.rows import REPOSITORY, Arguments, keep
 from bench.speed import generate_peers as peers
 from bench.speed.generate_compare import compare, show
 from bench.speed.generate_costs import floor
@@ -84,7 +83,7 @@ def ours_only() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench generate", description=__doc__)
+    parser = Arguments("generate", __doc__)
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M instead of the random model")
     parser.add_argument("--quick", action="store_true", help="once, and less of it; judges and writes nothing")
     parser.add_argument("--ours", action="store_true", help="only ours; judges and writes nothing")

@@ -9,13 +9,12 @@ On a busy machine processor time says more than seconds, so both are in the rows
 Cost: eight minutes of one core. Command: python -m bench generate-adapters [--precision float32|bfloat16] [--repeats 5]
 """
 
-import argparse
 import time
 from statistics import median
 
 import torch
 
-from bench.rows import keep
+from bench.rows import Arguments, keep
 from bench.speed import generate_peers as peers
 from bench.tables import ended
 from rlhf_spmd.model.linear import lay_adjacent, sum_bytes
@@ -72,7 +71,7 @@ def compare(precision: str, repeats: int) -> dict:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench generate-adapters", description=__doc__.partition("\n")[0])
+    parser = Arguments("generate-adapters", __doc__)
     parser.add_argument("--precision", choices=PRECISIONS, help="only this one")
     parser.add_argument("--repeats", type=int, default=5, help="turns of all three")
     parsed = parser.parse_args(arguments)

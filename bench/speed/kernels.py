@@ -6,11 +6,8 @@ cases of a GPU, with the small kernels of a decode step, packed prompts, and a w
 of `bench first-light`.
 
 Cost: two minutes on two cores. Command: python -m bench kernels
-
-With --static nothing is timed: see static_kernels.py.
 """
 
-import argparse
 import ctypes
 import gc
 from collections.abc import Callable, Iterator
@@ -19,7 +16,7 @@ from pathlib import Path
 import torch
 import triton  # noqa: F401  before the kernels, which load it by themselves on a GPU only
 
-from bench.rows import write
+from bench.rows import Arguments, write
 from bench.speed import kernel_cases as cases
 from bench.speed.gpu_decode import DecodeBench, Shape
 from bench.speed.kernel_cases import Case
@@ -152,16 +149,9 @@ def show(row: dict) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench kernels", description=__doc__)
+    parser = Arguments("kernels", __doc__)
     parser.add_argument("--only", default="", help="measure only the kernels whose name holds this; writes nothing")
-    parser.add_argument(
-        "--static", action="store_true", help="times nothing: registers, bytes and forecasts for an H100"
-    )
     parsed = parser.parse_args(arguments)
-    if parsed.static:
-        from bench.speed import static_kernels  # needs Triton
-
-        return static_kernels.main()
     device = torch.device("cpu")
     ceilings = ceilings_of(device, torch.float32, torch.bfloat16)
     rows = []

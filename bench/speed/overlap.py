@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rows import one_world, rows_of_ranks, write
+from bench.rows import Arguments, one_world, rows_of_ranks, write
 from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
@@ -235,7 +235,7 @@ def run_cases(file: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench overlap", description=__doc__)
+    parser = Arguments("overlap", __doc__)
     parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     if parsed.on_ranks:

@@ -10,7 +10,6 @@ Cost: a minute on two cores. Command: mpiexec -n 8 python -m bench reallocation
 (without mpiexec it starts eight ranks itself)
 """
 
-import argparse
 import gc
 import os
 import statistics
@@ -23,7 +22,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from bench.rows import on_ranks, one_world, write
+from bench.rows import Arguments, on_ranks, one_world, write
 from bench.tables import ended
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
 from rlhf_spmd.plan.program.reallocate import Reallocation, plan_reallocation
@@ -251,12 +250,12 @@ def measure(world, name: str) -> dict:
 
 
 def main(arguments: list[str]) -> int:
-    argparse.ArgumentParser(prog="bench reallocation", description=__doc__).parse_args(arguments)
+    Arguments("reallocation", __doc__).parse_args(arguments)
     from rlhf_spmd.runtime.failure.launcher import num_launched
 
     if num_launched(os.environ) == 1:
         try:
-            on_ranks(NUM_RANKS, ["reallocation"])
+            on_ranks(NUM_RANKS, ["reallocation", *arguments])
         except subprocess.CalledProcessError:  # told by rank 0
             return 1
         return 0

@@ -9,13 +9,12 @@ Cost: eight minutes on two cores; half a minute with --quick (three short cases,
 Command: python -m bench strategies [--quick]
 """
 
-import argparse
 import json
 import statistics
 import tempfile
 from pathlib import Path
 
-from bench.rows import TIMELINES, provenance, train, write
+from bench.rows import TIMELINES, Arguments, provenance, train, write
 from bench.speed.shares import KINDS, mean_shares
 from bench.tables import ended
 from rlhf_spmd.config import presets
@@ -53,7 +52,7 @@ ITERATIONS, NUM_QUICK = 8, 4
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench strategies", description=__doc__)
+    parser = Arguments("strategies", __doc__)
     parser.add_argument("--quick", action="store_true", help="three short cases; judges and writes nothing")
     quick = parser.parse_args(arguments).quick
     rows, drawn, demo = [], {}, []
@@ -71,8 +70,8 @@ def main(arguments: list[str]) -> int:
         return ended("strategies", rows, ok=True)
     about = f"Measured ({provenance()['hardware']}): the embedded model, the median iteration of each run."
     found = {"kind": "measured", "about": about, "strategies": drawn, "demo": demo}
-    TIMELINES.write_text(json.dumps(found) + "\n", encoding="utf-8")
-    write("strategies", rows)
+    path = write("strategies", rows).with_name(TIMELINES.name)
+    path.write_text(json.dumps(found) + "\n", encoding="utf-8")
     return ended("strategies", rows)
 
 

@@ -12,7 +12,6 @@ the machine hardly matters.
 Cost: three minutes of a processor. Command: python -m bench tool-waits [--repeats N]
 """
 
-import argparse
 import heapq
 import math
 import statistics
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from bench.rows import write
+from bench.rows import Arguments, write
 from bench.speed import generate_peers as peers
 from bench.tables import ended
 from rlhf_spmd.kernels.philox import random_bits
@@ -126,7 +125,7 @@ def measure(model: Transformer, repeats: int) -> list[dict]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench tool-waits", description=__doc__)
+    parser = Arguments("tool-waits", __doc__)
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -11,7 +11,6 @@ Command: python -m tools demo-pipeline [--runs FOLDER] [--ranks 2] [--record]
 import argparse
 import json
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from bench.rows import write
+from bench.rows import RESULTS, write
 from bench.tables import text_table
 from rlhf_spmd import embedded
 from rlhf_spmd.model.hf import load_model, load_tokenizer
@@ -125,9 +124,7 @@ def demo(runs: Path, ranks: int, sizes: Sizes) -> list[dict]:
     (stages.REPOSITORY / runs).mkdir(parents=True)
     seconds = {}
     for stage, words in commands(runs, ranks, sizes).items():
-        print(
-            f"\n\033[1m$ {shlex.join(words)}\033[0m" if sys.stdout.isatty() else f"\n$ {shlex.join(words)}", flush=True
-        )
+        print(f"\n$ {shlex.join(words)}", flush=True)
         began = time.perf_counter()
         stages.run(words)
         seconds[stage] = time.perf_counter() - began
@@ -149,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
     began = time.perf_counter()
     rows = demo(options.runs, options.ranks, Sizes())
     if options.record:
-        write("pipeline", rows)
+        write("pipeline", rows, RESULTS)
     print(text_table("pipeline", rows))
     print(f"{options.runs}/report.html has the curves of all stages")
     result = {"bench": "demo-pipeline", "runs": str(options.runs), "seconds": time.perf_counter() - began, "ok": True}

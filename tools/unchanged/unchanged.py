@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from bench.rows import REPOSITORY, add
+from bench.rows import REPOSITORY, RESULTS, add
 from tools.unchanged.compare import Golden, compare
 
 PARTS = ("programs", "runs", "sessions")
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     row = {"bench": "unchanged", "since": commit}
     row |= speed(commit) if parsed.speed else bits(commit, parts)
     if parsed.record:
-        add("unchanged", [row])
+        add("unchanged", [row], RESULTS)
     print(json.dumps(row))
     return 0 if row["ok"] else 1
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from bench.baseline_tables import DEEPSPEED_CHAT, PER_TOKEN
 from bench.forecast.baselines import baseline_forecast, largest, recomputing, setups
 from bench.forecast.claims import eleven_times
 from bench.forecast.scan import phase_s
 from bench.forecast.validate_systems import EAGER_LAYER_S, USABLE
+from bench.rows import DEEPSPEED_CHAT, PER_TOKEN
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.machines.calibration_file import load_calibration

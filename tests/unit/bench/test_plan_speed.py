@@ -14,7 +14,7 @@ A100 = load_calibration("a100-80g")
 @pytest.fixture(scope="module")
 def parts() -> dict:
     """Returns the search spaces of APP's placements of 7B on 1x8."""
-    workload, cluster = setting("1x8")
+    workload, cluster = setting("1x8", A100)
     return {part.name: part.space(workload, cluster, A100) for part in apps_parts(cluster)}
 
 

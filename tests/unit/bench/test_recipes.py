@@ -6,18 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from bench.forecast import recipes
+from bench.columns import FAST
 from bench.forecast.recipes import Place, row_of
 from bench.rows import ABOUT, RESULTS, read_rows
 from rlhf_spmd.__main__ import main
 
-OF_PLACE = ("algorithm", "preset", "layout", "device_type", "network")
-ROWS = {Place(*(row[key] for key in OF_PLACE)): row for row in read_rows(RESULTS / "recipes.jsonl")}
+OF_PLACE = ("algorithm", "preset", "layout")
+ROWS = {
+    Place(*(row[key] for key in OF_PLACE), f"{row['device_type']}-derived", row["network"]): row
+    for row in read_rows(RESULTS / "recipes.jsonl")
+}
 AGAIN = (
-    Place("ppo", "qwen2.5-0.5b", "1x1", "a100-40g"),
-    Place("grpo", "qwen2.5-7b", "1x8", "a100-80g"),
-    Place("grpo+lora", "qwen2.5-7b", "1x8", "a100-40g"),
-    Place("ppo", "qwen2.5-32b", "1x1", "a100-80g"),  # does not fit
+    Place("ppo", "qwen2.5-0.5b", "1x1", "a100-40g-derived"),
+    Place("grpo", "qwen2.5-7b", "1x8", "a100-80g-derived"),
+    Place("grpo+lora", "qwen2.5-7b", "1x8", "a100-40g-derived"),
+    Place("ppo", "qwen2.5-32b", "1x1", "a100-80g-derived"),  # does not fit
 )
 COPIED = ("README.md", "docs/slurm.md", "docs/gsm8k.md", "slurm/env.sh")  # whose commands are for GPUs
 
@@ -41,7 +44,7 @@ def without_seconds(row: dict) -> dict:
 def test_the_command_with_the_options_of_a_row_forecasts_its_seconds_and_bytes(place, capsys):
     row = ROWS[place]
     words = ["--algorithm", place.page, "--preset", place.preset, "--layout", place.layout]
-    words += ["--device-type", place.device, *row["overrides"].split(), *row["options"].split()]
+    words += ["--device-type", row["device_type"], *row["overrides"].split(), *row["options"].split()]
     assert main(["forecast", row["strategy"], *words]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (found["forecast_s"], found["peak_bytes"]) == pytest.approx((row["iteration_s"], row["peak_bytes"]))
@@ -50,7 +53,7 @@ def test_the_command_with_the_options_of_a_row_forecasts_its_seconds_and_bytes(p
 
 def test_no_command_to_copy_has_a_strategy_that_is_behind():
     """In no place of one node, or with a fast network, is separation the recipe, unless nothing else fits."""
-    fast = {place: row for place, row in ROWS.items() if row["strategy"] and place.network == recipes.FAST}
+    fast = {place: row for place, row in ROWS.items() if row["strategy"] and place.network == FAST}
     fits = {
         place: [name for name, one in row["strategies"].items() if "iteration_s" in one] for place, row in fast.items()
     }

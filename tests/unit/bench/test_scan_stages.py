@@ -5,19 +5,32 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.cells import grouped, number
 from bench.columns import JOINED
 from bench.forecast.claims import ahead_of_zero3
 from bench.forecast.own_ideas import own_cases
 from bench.forecast.scan import main, run_suite
 from bench.forecast.suites import STAGES, SUITES
 from bench.rows import RESULTS
-from bench.stage_tables import ZERO3, by_stage, limit_of, overlapped_s
 from bench.tables import markdown
 from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.workload import SHAPES
 
+ZERO3 = "zero3"
+WORK = {"sft": 2048, "reward_model": 1024, "dpo": 1024}  # tokens of a sequence
+PLACE = ("algorithm", "preset", "layout", "calibration")
+FACTOR = "zero3[iteration_s] / planner[iteration_s]"
 CASES = SUITES["stages"].cases
-NOTHING = {"preset": None, "layout": None, "algorithm": None, "strategy": [], "csv": None, "overrides": []}
+NOTHING = {
+    "calibration": None,
+    "device_type": None,
+    "preset": None,
+    "layout": None,
+    "algorithm": None,
+    "strategy": [],
+    "csv": None,
+    "overrides": [],
+}
 
 
 def words(**given) -> SimpleNamespace:
@@ -34,16 +47,16 @@ def test_a_step_takes_what_its_products_take(algorithm):
     """Six operations for each weight and token, two more for those of the reference; attention on top."""
     (row,) = rows_of(algorithm, ZERO3)
     devices, params = 8, SHAPES["llama-7b"].num_params
-    tokens = 128 * sum(STAGES[algorithm]) * (1 if algorithm == "sft" else 2)  # of a step
+    tokens = 128 * WORK[algorithm] * (1 if algorithm == "sft" else 2)  # of a step
     flops = (6 + 2 * (algorithm == "dpo")) * params * tokens
     rate = load_calibration("a100-80g").devices["a100-80g"].matrix_flops
     assert 0.95 < row["without_messages_s"] / 4 / (flops / devices / rate) < 1.15
     assert row["step_s"] == pytest.approx(row["iteration_s"] / 4)
     assert row["tokens_per_s_device"] == pytest.approx(tokens / row["step_s"] / devices)
     assert row["options"]["zero"] == 3 and not row["options"]["recompute"] and row["strategy"] == ZERO3
-    assert row["without_messages_s"] <= overlapped_s(row) < row["iteration_s"]
+    assert row["without_messages_s"] <= number("overlapped_s", row) < row["iteration_s"]
     assert (
-        limit_of(row) == "compute"
+        number("train_limit", row) == "compute"
         and set(row["limits"])
         == {
             "sft": {"actor_train"},
@@ -55,15 +68,14 @@ def test_a_step_takes_what_its_products_take(algorithm):
 
 def test_the_plan_beside_zero3():
     rows = rows_of("dpo", ZERO3, "planner")
-    (place,) = by_stage(rows)
-    assert place["factor"] == rows[0]["iteration_s"] / rows[1]["iteration_s"] >= 1
-    assert place["least_factor"] == overlapped_s(rows[0]) / rows[1]["iteration_s"] < place["factor"]
-    assert f"{rows[1]['step_s']:.2f}" in markdown(JOINED["stages"][2], [place])[2]
+    (place,) = grouped(rows, PLACE)
+    assert number(FACTOR, place) == rows[0]["iteration_s"] / rows[1]["iteration_s"] >= 1
+    assert number("zero3[overlapped_s] / planner[iteration_s]", place) < number(FACTOR, place)
+    assert f"{rows[1]['step_s']:.2f}" in markdown(JOINED["stages"], [place])[2]
     rows[1] |= {"iteration_s": 2 * rows[0]["iteration_s"]}
     assert ahead_of_zero3(rows)["planner_ahead_of_zero3"] == ["dpo llama-7b 1x8 a100-80g: 0.5 against 0.995"]
     rows[0] |= {"iteration_s": None}
-    (place,) = by_stage(rows)
-    assert place["factor"] is place["least_factor"] is None
+    assert number(FACTOR, *grouped(rows, PLACE)) is None
 
 
 def test_a_scan_of_one_stage_in_one_place(capsys):

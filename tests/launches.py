@@ -1,21 +1,22 @@
-"""Records what the launchers in kernels/ would launch, without running it; needs no GPU.
+"""Records what the launchers in kernels/ would launch, compiled, without running it; needs no GPU.
 
-The launchers choose grids, block sizes and numbers of warps; these are taken from them, not repeated. Tensors may be on
-device "meta": only dtypes, strides and alignment count. Not with TRITON_INTERPRET=1, which replaces the compiler.
+Only dtypes, strides and alignment of tensors count. Not with TRITON_INTERPRET=1, which replaces the compiler.
 """
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-
-H100 = GPUTarget("cuda", 90, 32)
-MI300 = GPUTarget("hip", "gfx942", 64)
 
 
 @dataclass(frozen=True)
@@ -23,15 +24,7 @@ class Launch:
     """One call kernel[grid](...)."""
 
     kernel: str  # module.function
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]  # by name, those of type constexpr included
-    compiled: CompiledKernel | None = None
-
-    @property
-    def key(self) -> tuple:
-        """Equal for launches that do the same work: kernel, grid and numbers, shapes and dtypes of tensors."""
-        values = ((x.dtype, tuple(x.shape)) if hasattr(x, "shape") else x for x in self.arguments.values())
-        return (self.kernel, self.grid, *values)
+    compiled: CompiledKernel
 
 
 class _Driver:
@@ -55,13 +48,6 @@ def name_of(kernel: Any) -> str:
     return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.__name__}"
 
 
-def bound(kernel: Any, arguments: tuple, named: dict) -> dict[str, Any]:
-    """Returns the arguments of a launch by name, without options such as num_warps."""
-    return dict(zip(kernel.arg_names, arguments, strict=False)) | {
-        name: value for name, value in named.items() if name in kernel.arg_names
-    }
-
-
 @contextmanager
 def recorded(target: GPUTarget) -> Iterator[list[Launch]]:
     """Compiles launches for the target in this context and adds them to the list, without running them."""
@@ -71,7 +57,7 @@ def recorded(target: GPUTarget) -> Iterator[list[Launch]]:
     def record(kernel, *arguments, grid, warmup, **named):
         del warmup
         compiled = run(kernel, *arguments, grid=grid, warmup=True, **named)
-        launches.append(Launch(name_of(kernel), tuple(grid), bound(kernel, arguments, named), compiled))
+        launches.append(Launch(name_of(kernel), compiled))
         return compiled
 
     JITFunction.run = record
@@ -81,3 +67,17 @@ def recorded(target: GPUTarget) -> Iterator[list[Launch]]:
     finally:
         JITFunction.run = run
         driver.set_active(None)  # found again by whoever asks next
+
+
+def spilled_bytes(compiled: CompiledKernel) -> int:
+    """Returns the bytes that a thread keeps in memory for want of registers: of machine code for NVIDIA, by the reader
+    that comes with Triton, or of assembly for AMD."""
+    if "amdgcn" in compiled.asm:
+        return int(re.search(r"\.private_segment_fixed_size: *(\d+)$", compiled.asm["amdgcn"], re.MULTILINE)[1])
+    reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [reader, "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True).stdout
+    return sum(map(int, re.findall(r"\b(?:STACK|LOCAL):(\d+)", printed)))
