@@ -12,7 +12,7 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Post, Program, Run, Wait
 from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.plan.proof.deadlock import deadlocks
+from rlhf_spmd.plan.proof.deadlock import hangs
 from rlhf_spmd.plan.workload import Workload
 from tests.programs import make_workload, where, with_list
 
@@ -159,7 +159,7 @@ def test_training_goes_on_while_the_last_mini_batch_is_generated(layout, in_flig
         for rank in ranks_of(program, "actor_generate"):
             at = where(program, rank, f"Run actor_generate epoch 0 mini-batch {stop}")
             halted = with_list(halted, rank, program.instructions[rank][:at])
-        standing = {rank: position for rank, position, _ in deadlocks(halted)}
+        standing = {rank: position for rank, position, _ in hangs(halted)}
         for rank in ranks_of(program, "actor_train"):
             done = where(program, rank, f"Run critic_train epoch 0 mini-batch {stop - 1}")
             assert done < standing[rank] < where(program, rank, f"Run actor_train epoch 0 mini-batch {stop}")
