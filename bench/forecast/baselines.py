@@ -18,6 +18,7 @@ from bench.forecast.validate_systems import USABLE, Plan, deepspeed_chat, simula
 from bench.rows import PER_TOKEN
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import load_algorithm
+from rlhf_spmd.plan.calls import Compute, Generate, Train
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.memory import activation_bytes, num_params, sequence_bytes, static_bytes, zero_bytes
@@ -27,7 +28,6 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.plan.workflow import Compute, Generate, Train
 from rlhf_spmd.plan.workload import Workload
 
 LOGITS_BYTES = 8  # of a token and an entry of the vocabulary: logits, log-softmax, and both gradients, in 16 bits

@@ -8,6 +8,7 @@ strategies tie calls to each other, and a predicate sees one call.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from rlhf_spmd.plan.calls import Call, Generate, Train
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.seconds import Cost
@@ -16,7 +17,6 @@ from rlhf_spmd.plan.search.candidates import Allowed
 from rlhf_spmd.plan.search.exact import Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.meshes import EIGHTHS
-from rlhf_spmd.plan.workflow import Call, Generate, Train
 from rlhf_spmd.plan.workload import Workload
 
 NODE, LEAST_MESH, MOST_STAGES = 8, 4, 8  # devices; stages of a model on fewer than eight nodes

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import Strategy
+from rlhf_spmd.plan.calls import Generate, Train
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
@@ -22,7 +23,6 @@ from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.program.pipeline import usual_number
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.validate import validate
-from rlhf_spmd.plan.workflow import Generate, Train
 from rlhf_spmd.plan.workload import Workload
 
 MOST_FORECASTS = 30  # of one grid; bounds are so near that a dozen usually settle it

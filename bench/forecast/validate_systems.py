@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.calls import Generate, Train
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
@@ -23,7 +24,6 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.program.pipeline import usual_number
-from rlhf_spmd.plan.workflow import Generate, Train
 from rlhf_spmd.plan.workload import Workload
 
 # Of a device's memory; the rest is for CUDA, NCCL, DeepSpeed's buckets, fragments. From 0.70 to 0.85 nothing changes.

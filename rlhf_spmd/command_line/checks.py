@@ -17,6 +17,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import every_file
 from rlhf_spmd.pages.algorithm import check_functions
 from rlhf_spmd.pages.strategy import Strategy
+from rlhf_spmd.plan.calls import Workflow
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.program.evaluation import evaluation_program, precompute_program
@@ -24,7 +25,6 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.text.program_listing import format_bytes
-from rlhf_spmd.plan.workflow import Workflow
 
 IMPORT_S = 10  # for importing the functions that the command line of `check` names
 

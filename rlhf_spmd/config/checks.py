@@ -10,7 +10,7 @@ from rlhf_spmd.model.adapters.uniform import has_own_head, other_base
 from rlhf_spmd.pages.option_tree import options_of
 from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, check_template_kwargs, text_of
 from rlhf_spmd.plan.adapters import ALL_LINEAR, LINEAR_LAYERS
-from rlhf_spmd.plan.workflow import Compute, Generate, check_temperature
+from rlhf_spmd.plan.calls import Compute, Generate, check_temperature
 
 MOST_SEQUENCES, MOST_STEPS = 2**20, 10_000  # of an iteration: `check` goes through all of its steps
 MOST_COUNTED_EPOCHS = 1000  # whose steps are cut by a budget of tokens: seconds for small sets

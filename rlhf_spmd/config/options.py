@@ -33,7 +33,7 @@ from rlhf_spmd.pages.option_tree import (
 )
 from rlhf_spmd.pages.option_values import EPOCHS, ITERATIONS
 from rlhf_spmd.plan.adapters import Adapters
-from rlhf_spmd.plan.workflow import NOTHING_REPEATED, Workflow
+from rlhf_spmd.plan.calls import NOTHING_REPEATED, Workflow
 from rlhf_spmd.plan.workload import HOST_BYTES, SHAPES, Answers, ModelShape, Workload
 
 Decaying = Literal["all", "matrices", "linear"]

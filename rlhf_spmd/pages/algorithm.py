@@ -18,8 +18,9 @@ from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.functions import COMPANIONS, PageFunction, bound, check_call, words_of
 from rlhf_spmd.pages.user_module import calling, described, load_module, modules_in, named
+from rlhf_spmd.plan.calls import Compute, LossCall, Train, Workflow
 from rlhf_spmd.plan.runtime_words import PROMPTS, Shape
-from rlhf_spmd.plan.workflow import Compute, ComputeFunction, Data, Measure, Models, Role, Train, Workflow, trace
+from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models, Role, trace
 
 # modules in which a call's function is looked up after the page
 FUNCTIONS = ("advantages", "group_advantages", "surrogates", "likelihood", "preferences")
@@ -132,8 +133,11 @@ class Algorithm:
 
     def functions(self, workflow: Workflow) -> dict[str, PageFunction]:
         """Returns the functions of all calls that have one, by the name of the call. Raises UserError."""
-        calls = [call for call in workflow.calls if isinstance(call, Compute | Train | Measure)]
-        return {call.name: self.function(call.function, call.module) for call in calls}
+        return {
+            call.name: self.function(call.function, call.module)
+            for call in workflow.calls
+            if isinstance(call, Compute | LossCall)
+        }
 
     @property
     def samples(self) -> int:

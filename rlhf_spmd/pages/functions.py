@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.calls import Compute, LossCall, Train, Workflow
 from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LAG_SHARE, LOGPROBS, MASK, MOST_LIKELY, READOUTS, SUMS
-from rlhf_spmd.plan.workflow import Compute, LossCall, Train, Workflow
 
 COMPANIONS = ("_sums", "_prepare", "_finish")
 SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")

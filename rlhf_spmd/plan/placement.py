@@ -8,8 +8,8 @@ from math import floor
 from typing import Unpack
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.calls import Call, Compute, ModelCall, Train, Workflow, trains
 from rlhf_spmd.plan.layout import Layout, Limits
-from rlhf_spmd.plan.workflow import Call, Compute, ModelCall, Train, Workflow, trains
 from rlhf_spmd.plan.workload import Workload
 
 DECODE_MINI_BATCHES = 2  # the default of Placement.decode_mini_batches

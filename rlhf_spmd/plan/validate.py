@@ -3,21 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.calls import Generate, Infer, ModelCall, Train, Workflow, is_current, is_read_by_both, trains
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, leaves_device, uses_trained_weights
 from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS, START_LOGPROBS
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import (
-    Generate,
-    Infer,
-    ModelCall,
-    Train,
-    Workflow,
-    is_current,
-    is_read_by_both,
-    trains,
-)
 from rlhf_spmd.plan.workload import Workload
 
 

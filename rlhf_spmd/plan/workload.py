@@ -6,10 +6,10 @@ from math import exp, fsum, prod
 from statistics import NormalDist
 
 from rlhf_spmd.plan.adapters import NUMBER_BYTES, Adapters
+from rlhf_spmd.plan.calls import Call, Compute, Workflow, is_current
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import exact_div
 from rlhf_spmd.plan.shard import split
-from rlhf_spmd.plan.workflow import Call, Compute, Workflow, is_current
 
 HOST_BYTES = 16 * 2**20  # between GPUs: larger messages of rows go from device to device
 LARGE_MATRIX = 2**16  # weights; products of smaller ones are bound by their launches

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from rlhf_spmd.config import presets
+from rlhf_spmd.plan.calls import ModelCall, trains
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.plan.workflow import ModelCall, trains
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.run.loop import Loop, update
 from rlhf_spmd.runtime.run.metrics import summarize

@@ -18,9 +18,9 @@ from statistics import NormalDist
 
 import numpy as np
 
+from rlhf_spmd.plan.calls import Generate, ModelCall
 from rlhf_spmd.plan.cost.seconds import Cost, Lengths
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.workflow import Generate, ModelCall
 from rlhf_spmd.plan.workload import P95, Answers, Workload
 
 CELLS = 1 << 15  # of the grid of the waits of a row

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from rlhf_spmd.plan.calls import Compute, Generate, ModelCall, Train
 from rlhf_spmd.plan.cost.answers import generate_s
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.memory import places_of
@@ -11,7 +12,6 @@ from rlhf_spmd.plan.layout import Layout, cut
 from rlhf_spmd.plan.placement import weights_layout
 from rlhf_spmd.plan.program.instructions import Load, Message, Program, Run
 from rlhf_spmd.plan.program.pipeline import usual_number
-from rlhf_spmd.plan.workflow import Compute, Generate, ModelCall, Train
 
 Key = tuple[object, ...]
 

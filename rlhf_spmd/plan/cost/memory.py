@@ -17,13 +17,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from rlhf_spmd.plan.adapters import WITH_ONE_INPUT, B
+from rlhf_spmd.plan.calls import Generate, ModelCall, Train, trains
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import leaves_device, ranks_of, weights_layout
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program, Run, keys_made, keys_read, merged
 from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.program.tensors import frozen_weights_of, numbers_in, trained_weights_of, weights_of
 from rlhf_spmd.plan.shard import Shard, split
-from rlhf_spmd.plan.workflow import Generate, ModelCall, Train, trains
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 STATIC = ("weights", "gradients", "optimizer", "offloaded")

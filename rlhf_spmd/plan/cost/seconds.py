@@ -22,13 +22,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rlhf_spmd.plan.adapters import NUMBER_BYTES
+from rlhf_spmd.plan.calls import Generate, Infer, Measure, ModelCall
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured
 from rlhf_spmd.plan.cost.memory import copied_bytes, num_params, num_trained, sequence_bytes
 from rlhf_spmd.plan.cost.step_messages import RINGS, step_messages
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.shard import split
-from rlhf_spmd.plan.workflow import Generate, Infer, Measure, ModelCall
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 if TYPE_CHECKING:

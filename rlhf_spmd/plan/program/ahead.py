@@ -15,10 +15,10 @@ training: those of the generator are an iteration older.
 from dataclasses import replace
 from itertools import product
 
+from rlhf_spmd.plan.calls import Call, Infer, Train, Workflow, is_current, trains
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
 from rlhf_spmd.plan.runtime_words import LOGPROBS, START_LOGPROBS, actions_of
-from rlhf_spmd.plan.workflow import Call, Infer, Train, Workflow, is_current, trains
 from rlhf_spmd.plan.workload import Workload
 
 STEP, PROLOGUE, EPILOGUE = "", "prologue", "epilogue"  # Program.part

@@ -14,6 +14,7 @@ for the next step, at the end of this one.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rlhf_spmd.plan.calls import Call, Compute, Train, is_gate, trains
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import COLLECTIVES, HOST, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
@@ -40,7 +41,6 @@ from rlhf_spmd.plan.program.transfers import (
     weight_moves,
 )
 from rlhf_spmd.plan.validate import validate
-from rlhf_spmd.plan.workflow import Call, Compute, Train, is_gate, trains
 from rlhf_spmd.plan.workload import Workload
 
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.calls import NOTHING_REPEATED, Call, Compute, Generate, Measure, ModelCall, Train, Workflow
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement, weights_layout
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import SCORES
-from rlhf_spmd.plan.workflow import NOTHING_REPEATED, Call, Compute, Generate, Measure, ModelCall, Train, Workflow
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from rlhf_spmd.plan.calls import Call, Compute, Measure, Train
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import HOST, STAGES, Layout, format_ranks, group_name
 from rlhf_spmd.plan.placement import Placement, uses_trained_weights
@@ -31,7 +32,6 @@ from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.plan.program.stable_text import stable_text
 from rlhf_spmd.plan.runtime_words import ACTIONS
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Call, Compute, Measure, Train
 from rlhf_spmd.plan.workload import Workload
 
 WORLD = "world"  # beside HOST and STAGES: the communicator of messages between calls

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from rlhf_spmd.plan.calls import Compute, Generate, ModelCall, Train
 from rlhf_spmd.plan.layout import STAGES, Layout, group_name
 from rlhf_spmd.plan.program.instructions import Instruction, Message, Post, Program, Run, Transfer, Wait
-from rlhf_spmd.plan.workflow import Compute, Generate, ModelCall, Train
 from rlhf_spmd.plan.workload import Workload
 
 Pass = tuple[str, int]  # "forward" or "backward", micro-batch

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from rlhf_spmd.plan.calls import Call, Train
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import HOST, Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, ranks_of, uses_trained_weights
@@ -19,7 +20,6 @@ from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Message, Program, 
 from rlhf_spmd.plan.program.reallocate import plan_reallocation
 from rlhf_spmd.plan.program.tensors import Holding
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Call, Train
 from rlhf_spmd.plan.workload import Workload
 
 NOTICE_BYTES = 4  # a word that says nothing: its arrival is the message

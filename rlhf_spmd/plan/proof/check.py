@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import product
 
+from rlhf_spmd.plan.calls import Compute, Generate, Train, is_gate, trains
 from rlhf_spmd.plan.layout import HOST, format_ranks, group_name
 from rlhf_spmd.plan.placement import group_of, ranks_of
 from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, draws, part_of
@@ -12,7 +13,6 @@ from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offloa
 from rlhf_spmd.plan.program.pipeline import bodies
 from rlhf_spmd.plan.proof.deadlock import Hang, hangs
 from rlhf_spmd.plan.proof.memory_check import Finding, memory, waste
-from rlhf_spmd.plan.workflow import Compute, Generate, Train, is_gate, trains
 
 Problem = Hang | tuple[int | None, int | None, str]  # rank, position of the instruction, what is wrong
 Held = dict[tuple[str, int], set[int]]  # data key and mini-batch -> columns
@@ -56,58 +56,49 @@ def _declarations(program: Program) -> Iterator[Problem]:
             yield None, None, text
     made = {key for call in workflow.calls for key in call.outputs}
     for number, transfer in enumerate(program.transfers):
+        messages, model = transfer.messages, transfer.model
         unknown = [key for key in transfer.keys if key not in made]
-        bare = (message for message in transfer.messages if not message.keys and not message.through_host)
-        if transfer.model is None and (unknown or any(bare)):
-            text = f"transfer {number} carries {', '.join(unknown) or 'no keys'}, which no call makes"
-            yield None, None, text
-        if transfer.call is not None:
-            text = f"transfer {number} goes between the stages of a call, which a program leaves to its Runs"
-            yield None, None, text
-        if len({message.through_host for message in transfer.messages}) > 1:
-            yield None, None, f"transfer {number} goes partly through host memory, which is another communicator"
-        if transfer.communicator == HOST and (transfer.model is not None or program.host_group is None):
-            why = "that carries rows only" if transfer.model is not None else "for which there is no group"
-            yield None, None, f"transfer {number} goes through host memory, {why}"
-        if transfer.mini_batch not in (None, *range(program.workload.num_mini_batches)):
-            yield None, None, f"transfer {number} moves mini-batch {transfer.mini_batch}, which does not exist"
-        if transfer.model is not None and workflow.train_call(transfer.model) is None:
-            yield None, None, f"transfer {number} carries the weights of {transfer.model}, which no call trains"
-        for message in transfer.messages:
-            ends = (message.source, message.destination)
-            if not all(0 <= rank < size for rank in ends) or ends[0] == ends[1]:
-                yield None, None, f"transfer {number} has a message from rank {ends[0]} to rank {ends[1]}"
+        bare = any(not message.keys and not message.through_host for message in messages)
+        is_trained = model is None or workflow.train_call(model) is not None
+        by_host = transfer.communicator == HOST
+        texts = {
+            f"carries {', '.join(unknown) or 'no keys'}, which no call makes": model is None and (unknown or bare),
+            f"carries the weights of {model}, which no call trains": not is_trained,
+            "goes between the stages of a call, which a program leaves to its Runs": transfer.call is not None,
+            "goes partly through host memory": len({message.through_host for message in messages}) > 1,
+            "goes through host memory, for which there is no group": by_host and program.host_group is None,
+            "goes through host memory, that carries rows only": by_host and model is not None,
+            f"moves mini-batch {transfer.mini_batch}, which does not exist": transfer.mini_batch
+            not in (None, *range(program.workload.num_mini_batches)),
+        }
+        for message in messages:
+            source, destination = message.source, message.destination
+            is_outside = not 0 <= min(source, destination) <= max(source, destination) < size
+            texts[f"has a message from rank {source} to rank {destination}"] = is_outside or source == destination
+        yield from ((None, None, f"transfer {number} {text}") for text, applies in texts.items() if applies)
 
 
 def _structure(program: Program) -> Iterator[Problem]:
     """Checks that instructions name calls, groups and transfers that the rank takes part in, and that each transfer is
     used once."""
     for rank, instructions in enumerate(program.instructions):
-        posted: set[int] = set()
-        waited: set[int] = set()
+        before: set[Instruction] = set()
         for position, instruction in enumerate(instructions):
-            texts: Iterable[str]
+            texts: Iterable[str] = ()
             if isinstance(instruction, Run):
                 texts = _run_problems(program, instruction, rank)
             elif isinstance(instruction, Post | Wait):
-                texts = _transfer_problems(program, instruction, rank, posted, waited)
-            else:
-                texts = (
-                    []
-                    if isinstance(instruction, Agree | Load | Offload)
-                    else [f"{instruction!r} is not an instruction"]
-                )
+                texts = _transfer_problems(program, instruction, rank, before)
+            elif not isinstance(instruction, Agree | Load | Offload):
+                texts = [f"{instruction!r} is not an instruction"]
             yield from ((rank, position, text) for text in texts)
-            if isinstance(instruction, Post | Wait):
-                (posted if isinstance(instruction, Post) else waited).add(instruction.transfer)
+            before.add(instruction)
         for number, transfer in enumerate(program.transfers):
-            if rank not in transfer.ranks:
-                continue
-            if number not in posted:
+            if rank in transfer.ranks and Post(number) not in before:
                 peers = format_ranks(tuple(sorted(transfer.peers(rank))))
                 text = f"never posts transfer {number} ({program.describe(number)}): ranks {peers} would wait for ever"
                 yield rank, None, text
-            elif number not in waited:
+            elif rank in transfer.ranks and Wait(number) not in before:
                 text = f"posts transfer {number} but never waits for it: its buffers could be freed in flight"
                 yield rank, None, text
 
@@ -137,17 +128,17 @@ def _run_problems(program: Program, run: Run, rank: int) -> list[str]:
 
 
 def _transfer_problems(
-    program: Program, instruction: Post | Wait, rank: int, posted: set[int], waited: set[int]
+    program: Program, instruction: Post | Wait, rank: int, before: set[Instruction]
 ) -> Iterator[str]:
     """Yields what is wrong with a Post or Wait after those that came before it."""
-    if not 0 <= instruction.transfer < len(program.transfers):
+    number = instruction.transfer
+    if not 0 <= number < len(program.transfers):
         yield f"{instruction} does not exist"
-        return
-    if rank not in program.transfers[instruction.transfer].ranks:
+    elif rank not in program.transfers[number].ranks:
         yield f"{instruction} has nothing for this rank"
-    if instruction.transfer in (posted if isinstance(instruction, Post) else waited):
+    if instruction in before:
         yield f"{instruction} appears twice"
-    if isinstance(instruction, Wait) and instruction.transfer not in posted:
+    if isinstance(instruction, Wait) and Post(number) not in before:
         yield f"{instruction} comes before its Post: it would wait for a message that it never started"
 
 
@@ -183,17 +174,9 @@ def _runs(program: Program) -> Iterator[Problem]:
             done |= cells
         never = dict.fromkeys(text for cell, text in due.items() if cell not in done)
         yield from ((rank, None, f"never executes {text}") for text in never)
-        yield from _agreement(instructions, rank)
-
-
-def _agreement(instructions: tuple[Instruction, ...], rank: int) -> Iterator[Problem]:
-    """Checks that an iteration ends with its one Agree, where the ranks exchange metrics."""
-    agrees = [position for position, instruction in enumerate(instructions) if isinstance(instruction, Agree)]
-    if not agrees:
-        yield rank, None, "never agrees with the other ranks: its list must end with one Agree"
-    last = len(instructions) - 1
-    text = f"is not the end of the list (instruction {last}); an iteration has one Agree, the last instruction"
-    yield from ((rank, at, f"{instructions[at]} {text}") for at in agrees if at != last)
+        agrees = [position for position, instruction in enumerate(instructions) if isinstance(instruction, Agree)]
+        if agrees != [len(instructions) - 1]:
+            yield rank, None, f"must end with its one Agree, and has one at each of the instructions {agrees}"
 
 
 def _cells(program: Program, run: Run, rank: int) -> set[Cell]:
@@ -256,7 +239,8 @@ def _data(program: Program) -> Iterator[Problem]:
                         (row for row in program.mini_batches_of(instruction) if lacking(key, row, columns)), None
                     )
                     if row is not None:
-                        yield rank, position, _unread(program, rank, position, key, row, lacking(key, row, columns))
+                        absent = format_ranks(tuple(sorted(lacking(key, row, columns))))
+                        yield rank, position, f"{instruction} reads {key} of columns {absent}, which are not here"
             elif isinstance(instruction, Post):
                 transfer = program.transfers[instruction.transfer]
                 rows = program.mini_batches_of(transfer)
@@ -279,17 +263,6 @@ def _drawn_on(program: Program, rank: int) -> Held:
                 for row in rows:
                     found.setdefault((key, row), set()).update(columns)
     return found
-
-
-def _unread(program: Program, rank: int, position: int, key: str, row: int, lacking: set[int]) -> str:
-    """Says which later instruction brings the lacking columns."""
-    instruction, why = program.instructions[rank][position], "nothing brings them"
-    for number, later in enumerate(program.instructions[rank][position:], start=position):
-        gains = program.gains(later, rank)
-        if any(name == key and row in rows and lacking & set(columns) for name, rows, columns in gains):
-            why = f"they come only by instruction {number}, {later}"
-            break
-    return f"{instruction} reads {key} of columns {format_ranks(tuple(sorted(lacking)))}, which are not here: {why}"
 
 
 def _weights(program: Program) -> Iterator[Problem]:

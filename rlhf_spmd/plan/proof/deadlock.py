@@ -70,7 +70,9 @@ class _Queues:
         if (rank, operation) in self.ended:
             return set()
         queue = self.queues[rank, self.transfers[operation[0]].communicator]
-        return {peer for peer in self.peers(rank, queue[0]) if (peer, queue[0]) not in self.reached} if queue else {rank}
+        return (
+            {peer for peer in self.peers(rank, queue[0]) if (peer, queue[0]) not in self.reached} if queue else {rank}
+        )
 
     def peers(self, rank: int, operation: Operation) -> set[int]:
         """Returns the ranks that a rank needs for an operation."""

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhf_spmd.plan.calls import Compute, Train
 from rlhf_spmd.plan.cost.memory import least_bytes, peak_bytes, room, static_bytes, working_bytes
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.plan.workflow import Compute, Train
 
 MORE_ROOM = "raise the ZeRO stage, tp or pp, split the models, lower micro_batch (or tokens), or use more devices"
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from operator import le
 
+from rlhf_spmd.plan.calls import Generate, ModelCall, Train
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.answers import generate_s
 from rlhf_spmd.plan.cost.memory import (
@@ -27,7 +28,6 @@ from rlhf_spmd.plan.program.ahead import gates
 from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.search.meshes import Mesh, layouts, meshes
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Generate, ModelCall, Train
 
 LEAST_GAIN = 0.01  # of the seconds of a call, for which its micro-batches may be larger
 

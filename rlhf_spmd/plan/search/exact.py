@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
+from rlhf_spmd.plan.calls import Infer
 from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.candidates import Candidate, Destination, are_beaten
 from rlhf_spmd.plan.search.inference_phase import LastPhase, Left
 from rlhf_spmd.plan.search.iteration_model import CallModel
-from rlhf_spmd.plan.workflow import Infer
 
 Choice = tuple[Candidate, ...]
 FIRST_EXCESS, LAST_EXCESS = 0.02, 3.0  # over the sum of the bounds: the first limit, which doubles up to the last

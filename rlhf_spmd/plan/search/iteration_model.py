@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from math import inf, lcm
 from typing import NamedTuple
 
+from rlhf_spmd.plan.calls import Generate, Train, trains
 from rlhf_spmd.plan.cost.memory import most_rows_bytes, num_trained
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
@@ -18,7 +19,6 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
 from rlhf_spmd.plan.search.candidates import Allowed, CallCosts, Candidate, Destination, anything
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Generate, Train, trains
 
 Assignment = Sequence[Candidate | None]  # by searched call; None: not chosen yet
 Base = tuple[str, tuple[int, int, int]]  # weights that models have in common, and the copy (Candidate.copy)

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from rlhf_spmd.plan.calls import Generate, Infer, ModelCall, Train
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.workflow import Generate, Infer, ModelCall, Train
 from rlhf_spmd.plan.workload import Workload
 
 EIGHTHS = 8  # prefixes and suffixes are multiples of an eighth

@@ -11,6 +11,7 @@ from itertools import combinations, product
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.calls import Train, is_current
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
@@ -25,9 +26,8 @@ from rlhf_spmd.plan.search.candidates import Allowed, Candidate, Destination, an
 from rlhf_spmd.plan.search.exact import Best, Choice, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.misfit import roomiest, why_none
-from rlhf_spmd.plan.search.priors import Meshes, around, grid_on, least_full, least_memory, priors
+from rlhf_spmd.plan.search.priors import Meshes, around, least_full, least_memory, on_meshes, priors
 from rlhf_spmd.plan.validate import ahead_problems
-from rlhf_spmd.plan.workflow import Train, is_current
 from rlhf_spmd.plan.workload import Workload
 
 NUM_STREAMING = 2  # plans that stream for which the fields of STREAMS are chosen
@@ -111,9 +111,9 @@ def search(
     roomy = roomiest(space, work)
     work.steps = budget
     best, gap = choose(space, method, Best(keep), work)
-    if roomy and roomy.fits and not best.found:
-        best.offer(space.model.score_s(roomy.chosen), roomy.chosen)
-        refine(space, roomy.chosen, best)
+    if roomy and space.model.excess_bytes(roomy) <= 0 and not best.found:
+        best.offer(space.model.score_s(roomy), roomy)
+        refine(space, roomy, best)
     search_s, processor_s = time.perf_counter() - begin_s, time.process_time() - begin_processor_s
     if not best.found:
         raise UserError(why_none(space, roomy, num_steps=work.taken, proved=gap == 0.0))
@@ -247,7 +247,7 @@ def refine(space: Space, chosen: Choice, best: Best) -> None:
             for user in users:
                 pairs = _alike(near[user], near[train])
                 chosen = improve(space, chosen, (user, train), pairs, best)
-        grid = grid_on(space, tuple((one.first, one.stop) for one in chosen))
+        grid = on_meshes(space, tuple((one.first, one.stop) for one in chosen))
         for i, j in combinations(range(len(grid)), 2):
             chosen = improve(space, chosen, (i, j), product(grid[i], grid[j]), best)
         if chosen == before:
@@ -265,7 +265,7 @@ def _alike(users: Sequence[Candidate], trainings: Sequence[Candidate]) -> Iterat
 def filled(space: Space, meshes: Meshes, best: Best) -> Choice | None:
     """Returns the best choice on given meshes that coordinate descent reaches from the choice that needs the least
     memory; None if that one does not fit."""
-    grid = grid_on(space, meshes)
+    grid = on_meshes(space, meshes)
     if not all(grid):
         return None
     chosen, missing = least_full(space.model, tuple(min(of, key=least_memory) for of in grid), grid, Budget())
@@ -280,7 +280,7 @@ def with_room(space: Space, chosen: Choice, best: Best) -> Choice:
     """Improves a choice by quicker candidates of one call that fit only if all other calls, on their meshes, need less
     memory. For each such candidate, the other calls first change to layouts that need less, then to quicker ones for
     which the memory suffices."""
-    model, grid = space.model, grid_on(space, tuple((one.first, one.stop) for one in chosen))
+    model, grid = space.model, on_meshes(space, tuple((one.first, one.stop) for one in chosen))
     for index, of in enumerate(grid):
         rank = _rank(model, chosen)
         changed = [(*chosen[:index], one, *chosen[index + 1 :]) for one in of]

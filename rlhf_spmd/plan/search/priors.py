@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 
+from rlhf_spmd.plan.calls import Train
 from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.candidates import Candidate
 from rlhf_spmd.plan.search.exact import Choice, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
-from rlhf_spmd.plan.workflow import Train
 
 Meshes = tuple[tuple[int, int], ...]  # of each call: first place, last + 1
 
@@ -56,7 +56,7 @@ def _halves(mesh: tuple[int, int]) -> list[tuple[int, int]]:
     return [(mesh[0], middle), (middle, mesh[1])]
 
 
-def grid_on(space: Space, meshes: Meshes) -> list[list[Candidate]]:
+def on_meshes(space: Space, meshes: Meshes) -> list[list[Candidate]]:
     """Returns the candidates of each call on its mesh."""
     return [
         [one for one in of if (one.first, one.stop) == mesh] for of, mesh in zip(space.candidates, meshes, strict=True)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from rlhf_spmd.plan.calls import Train, is_gate
 from rlhf_spmd.plan.cost.memory import (
     STATIC,
     WORKING,
@@ -20,7 +21,6 @@ from rlhf_spmd.plan.placement import group_of
 from rlhf_spmd.plan.program.instructions import Program, Run, Transfer
 from rlhf_spmd.plan.program.pipeline import is_pipelined, largest_number, order_of_passes
 from rlhf_spmd.plan.proof.memory_check import Finding
-from rlhf_spmd.plan.workflow import Train, is_gate
 
 NUM_INSTRUCTIONS = 40  # longer lists are shortened
 

@@ -7,22 +7,21 @@ committed like any strategy.
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 
+from rlhf_spmd.plan.calls import is_gate
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, consecutive
-from rlhf_spmd.plan.placement import Placement, interleave
-from rlhf_spmd.plan.workflow import is_gate
+from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.workload import Workload
 
 MAX_LINE = 120
 KIND_NAMES = {"generate": "generation", "infer": "inference", "train": "training"}
-MAX_PARTS = 8  # of a set of ranks that is written as interleaved parts
 
 _MODULE = '''"""{docstring}"""
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.placement import {placement_names}
+from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.workload import Workload
 
 NUM_RANKS = {num_ranks}
@@ -60,7 +59,6 @@ def strategy_source(placement: Placement, workload: Workload, cluster: Cluster, 
     body = "\n".join("    " + line for line in lines)
     return _MODULE.format(
         docstring=_docstring(docstring),
-        placement_names="Placement, interleave" if "interleave(" in body else "Placement",
         num_ranks=cluster.num_devices,
         body=body,
     )
@@ -109,29 +107,14 @@ def _text(value: object) -> str:
 
 
 def _rank_text(ranks: tuple[int, ...], cluster: Cluster) -> str:
-    """Returns ranks as source: a slice of the cluster's ranks, interleaved slices, or ranges and numbers."""
+    """Returns ranks as source: a slice of the cluster's ranks, or ranges and numbers."""
     runs = consecutive(ranks)
     if len(runs) == 1:
         return _slice(ranks, cluster)
-    parts = _parts(ranks)
-    if len(parts) <= MAX_PARTS and interleave(*parts) == ranks and max(map(len, parts)) > 1:
-        return f"interleave({', '.join(_slice(part, cluster) for part in parts)})"
     words: list[str] = []
     for run in runs:
         words += [f"*range({run[0]}, {run[-1] + 1})"] if len(run) > 2 else map(str, run)
     return f"({', '.join(words)})"
-
-
-def _parts(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Runs of consecutive ranks that may be interleaved: 0, 2, 1, 3 is (0, 1) and (2, 3)."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        part = next((part for part in parts if part[-1] + 1 == rank), None)
-        if part is None:
-            parts.append([rank])
-        else:
-            part.append(rank)
-    return sorted(map(tuple, parts))
 
 
 def _slice(ranks: tuple[int, ...], cluster: Cluster) -> str:

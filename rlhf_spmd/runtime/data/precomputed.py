@@ -21,7 +21,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import fingerprint, paths_in
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import read_config
-from rlhf_spmd.plan.workflow import Infer
+from rlhf_spmd.plan.calls import Infer
 from rlhf_spmd.runtime.data.packed_rows import NumberRows
 from rlhf_spmd.runtime.data.prompts import PromptSet
 

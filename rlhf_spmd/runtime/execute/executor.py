@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_spmd.plan.calls import Compute, Generate, Train
 from rlhf_spmd.plan.program.instructions import Load, Offload, Run
-from rlhf_spmd.plan.workflow import Compute, Generate, Train
 from rlhf_spmd.runtime.execute import optimizer_step
 from rlhf_spmd.runtime.execute.first_launches import launch_kernels
 from rlhf_spmd.runtime.execute.handlers import compute, generate, infer

@@ -18,7 +18,7 @@ from rlhf_spmd.kernels.token_logprobs import kinds_of_widths
 from rlhf_spmd.model.parallel import extent, layers_of, vocabulary_of
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.plan.workflow import Generate, Infer, Measure, Train
+from rlhf_spmd.plan.calls import Generate, Infer, Measure, Train
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.generation.cuda_graphs import graph_size
 from rlhf_spmd.runtime.generation.kv_cache import GPU_BLOCK

@@ -19,8 +19,8 @@ from rlhf_spmd.algorithms.masks import response_mask
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.sequences import Sequences, lengths_of
 from rlhf_spmd.plan.adapters import Adapters
+from rlhf_spmd.plan.calls import LossCall
 from rlhf_spmd.plan.runtime_words import ACTIONS, TOKEN_SHAPES, actions_of
-from rlhf_spmd.plan.workflow import LossCall
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.generation.rollout import Rollout
 from rlhf_spmd.runtime.world.metric_sums import Meter

@@ -19,10 +19,10 @@ from rlhf_spmd.config.options import Config
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.texts.tokenizer import Tokenizer, has_stop
 from rlhf_spmd.pages.functions import PageFunction
+from rlhf_spmd.plan.calls import ModelCall
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import MASK, actions_of
-from rlhf_spmd.plan.workflow import ModelCall
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.step_order import StepOrder

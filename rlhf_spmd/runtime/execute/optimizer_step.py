@@ -24,10 +24,10 @@ from rlhf_spmd.algorithms.controllers import learning_rate, warmup_steps_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import sequences
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.calls import DIVISORS, LossCall, Train
 from rlhf_spmd.plan.layout import cut
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import LAG_SHARE, LOGPROBS, PLACES_USED, STEP_TOKENS, STEPS_MADE, SUMS
-from rlhf_spmd.plan.workflow import DIVISORS, LossCall, Train
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
 from rlhf_spmd.runtime.execute import iteration
 from rlhf_spmd.runtime.execute.iteration import ALL, NUMBER, Iteration, Rows, Store, kept_of, mask_of

@@ -18,8 +18,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.sequences import Sequences, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.pages.functions import bound, mask_words, readout_words
+from rlhf_spmd.plan.calls import Compute, LossCall
 from rlhf_spmd.plan.runtime_words import ENTROPY, LOGPROBS, MOST_LIKELY, SCORES, VALUES
-from rlhf_spmd.plan.workflow import Compute, LossCall
 from rlhf_spmd.runtime.execute.iteration import Rows
 from rlhf_spmd.runtime.execute.job import Job
 

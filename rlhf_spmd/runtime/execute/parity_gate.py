@@ -10,8 +10,8 @@ from torch import Tensor
 from rlhf_spmd.algorithms.logprob_parity import parity
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.calls import LossCall
 from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS
-from rlhf_spmd.plan.workflow import LossCall
 from rlhf_spmd.runtime.world.metric_sums import Meter
 
 # Limits in nats: of one token, and of the mean over many. In bfloat16 a logit between 16 and 32 has a last digit of

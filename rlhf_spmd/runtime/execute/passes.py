@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rlhf_spmd.model.sequences import Sequences, forward
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.calls import ModelCall, Train
 from rlhf_spmd.plan.program.instructions import Message, Post, Run, Wait
 from rlhf_spmd.plan.program.pipeline import Pass, body
-from rlhf_spmd.plan.workflow import ModelCall, Train
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.world.trace import Tracer
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import numpy as np
 from torch import Tensor
 
+from rlhf_spmd.plan.calls import ModelCall
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.plan.workflow import ModelCall
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 
 MAX_SAMPLES = 1_000_000  # of a prompt

@@ -4,7 +4,7 @@ The values are like a file format: changing one of them, or anything else that d
 token (kernels/philox.py, kernels/cdf_tree.py), changes the tokens of a run and requires raising RANDOM_LAYOUT.
 """
 
-from rlhf_spmd.plan.workflow import Generate, Workflow
+from rlhf_spmd.plan.calls import Generate, Workflow
 
 RANDOM_LAYOUT = 2  # version of the layout of random numbers, stored in checkpoints (1: no streams, 24 bits)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.workflow import check_temperature
+from rlhf_spmd.plan.calls import check_temperature
 from rlhf_spmd.runtime.generation.scheduler import RunningRequest
 
 

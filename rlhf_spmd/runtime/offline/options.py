@@ -11,7 +11,7 @@ from rlhf_spmd.config import options as configs
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.option_tree import OptionTree, Setting, options_of, settings_of, with_settings
 from rlhf_spmd.pages.option_values import TEMPLATE_KWARGS, check_template_kwargs
-from rlhf_spmd.plan.workflow import check_temperature
+from rlhf_spmd.plan.calls import check_temperature
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from matplotlib import colormaps
 from matplotlib.colors import to_hex, to_rgb
 
-from rlhf_spmd.plan.workflow import Compute, Workflow
+from rlhf_spmd.plan.calls import Compute, Workflow
 
 INK, FAINT_INK, RULE, PAPER = "#22262e", "#69707c", "#d3d7de", "#ffffff"
 MODELS = ("#3576bd", "#3f9b6c", "#8d5ab5", "#e0812f", "#1f9aa8", "#cf5f8c", "#8c6a4a", "#9c9a2e")

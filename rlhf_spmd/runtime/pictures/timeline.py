@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 
+from rlhf_spmd.plan.calls import Workflow
 from rlhf_spmd.plan.layout import format_ranks
-from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.pictures import palette
 from rlhf_spmd.runtime.pictures.palette import FAINT_INK, INK, SPANS, TRANSFER, Style, styles_of
 from rlhf_spmd.runtime.pictures.picture import CHARACTER, SMALL, TEXT, WIDTH, Area, Picture

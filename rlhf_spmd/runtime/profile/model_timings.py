@@ -20,6 +20,7 @@ from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.sequences import forward
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.calls import Train
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import ByLength, Curve, Layered, Measured
 from rlhf_spmd.plan.cost.seconds import decode_steps
@@ -27,7 +28,6 @@ from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import LOGPROBS, VALUES, actions_of
-from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.plan.workload import ModelShape, Workload
 from rlhf_spmd.runtime.engines.adamw import EngineOptions
 from rlhf_spmd.runtime.engines.flat_engine import Groups

@@ -35,7 +35,7 @@ from rlhf_spmd.config.evaluation_metrics import titled
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import finite, json_lines, json_text, numbered_values
 from rlhf_spmd.files.printing import formatted, on_one_line
-from rlhf_spmd.plan.workflow import Workflow
+from rlhf_spmd.plan.calls import Workflow
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.failure.failures import advice
 from rlhf_spmd.runtime.records.loggers import WANDB_ID, Curves

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.calls import Generate
 from rlhf_spmd.plan.cost.simulate import Times
 from rlhf_spmd.plan.layout import HOST, STAGES, group_name
 from rlhf_spmd.plan.program.instructions import WORLD, Load, Message, Offload, Program, Run, Transfer
 from rlhf_spmd.plan.program.pipeline import expand, usual_number
 from rlhf_spmd.plan.program.reallocate import Reallocation
-from rlhf_spmd.plan.workflow import Generate
 from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
 from rlhf_spmd.runtime.rehearse.communicators import Communicators, Operation, Part
 from rlhf_spmd.runtime.world.trace import Tracer

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlhf_spmd.config.forecast_episodes import PROMPT_LENGTH, measured
+from rlhf_spmd.plan.calls import Compute
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.program.pipeline import is_pipelined
 from rlhf_spmd.plan.runtime_words import PLACES_USED
-from rlhf_spmd.plan.workflow import Compute
 from rlhf_spmd.plan.workload import Answers, ResponseLengths
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.execute.job import Job

@@ -9,8 +9,8 @@ from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.config.options import Config, function_labels
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import Algorithm
+from rlhf_spmd.plan.calls import Workflow
 from rlhf_spmd.plan.runtime_words import PLACES_USED, SCORES, STEP_TOKENS, STEPS_MADE, TIMEOUTS
-from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.environments.episodes import DROPPED
 from rlhf_spmd.runtime.execute.handlers.infer import ENVIRONMENT
 from rlhf_spmd.runtime.execute.job import Job

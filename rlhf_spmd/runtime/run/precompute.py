@@ -12,8 +12,8 @@ import torch
 
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.files import progress
+from rlhf_spmd.plan.calls import ModelCall
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.plan.workflow import ModelCall
 from rlhf_spmd.runtime.checkpoint.resume import PROGRAM, STARTED, Resumed, refuse_other_inputs
 from rlhf_spmd.runtime.data.precomputed import folder_of_parts, has_all_parts, path_of_part, write_part
 from rlhf_spmd.runtime.execute.executor import Executor

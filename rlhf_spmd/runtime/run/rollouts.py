@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_spmd.plan.calls import ModelCall
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import END, RESPONSES, TOKEN_SHAPES, actions_of
-from rlhf_spmd.plan.workflow import ModelCall
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
 from rlhf_spmd.runtime.data.readers import Record
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration

@@ -22,11 +22,11 @@ from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.texts.tokenizer_files import Texts, read_template
 from rlhf_spmd.model.transformer import Head, Transformer
+from rlhf_spmd.plan.calls import ModelCall, Train
 from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import leaves_device
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import ModelCall, Train
 from rlhf_spmd.runtime.engines.adamw import EngineOptions
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine

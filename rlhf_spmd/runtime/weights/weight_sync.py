@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.calls import Train
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Transfer
 from rlhf_spmd.plan.program.reallocate import plan_reallocation
 from rlhf_spmd.plan.program.tensors import trained_weights_of
 from rlhf_spmd.plan.program.transfers import holding
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import Train
 from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.weights.weight_mover import Mover
 

@@ -28,8 +28,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.calls import Train
 from rlhf_spmd.plan.cluster import device_type_of
-from rlhf_spmd.plan.workflow import Train
 
 if TYPE_CHECKING:
     from rlhf_spmd.plan.program.instructions import Program

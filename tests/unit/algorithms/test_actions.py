@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 from rlhf_spmd.pages.functions import bound, mask_words, readout_words
+from rlhf_spmd.plan.calls import Compute, Train
 from rlhf_spmd.plan.runtime_words import MASK, SUMS
-from rlhf_spmd.plan.workflow import Compute, Train
 from rlhf_spmd.runtime.execute.optimizer_step import divisor_of
 
 ROWS, SAMPLES, FEW, WIDE = 6, 3, 7, 19  # rows, samples of a prompt, tokens without and with observations

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.pages.functions import mask_words
+from rlhf_spmd.plan.calls import Compute
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import SUMS
-from rlhf_spmd.plan.workflow import Compute
 from rlhf_spmd.runtime.execute.iteration import Iteration, kept_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.execute.page_functions import called, results_of

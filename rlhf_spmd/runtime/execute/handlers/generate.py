@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.calls import Generate
 from rlhf_spmd.plan.cost.memory import caches_alive
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import END, RESPONSES, actions_of, opened_of, rewards_of
-from rlhf_spmd.plan.workflow import Generate
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, mask_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.generation import random_streams

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rlhf_spmd.config.options import function_labels
 from rlhf_spmd.model.sequences import Sequences, forward_by_layer, lengths_of, sequence_scores
+from rlhf_spmd.plan.calls import Infer, Measure, ModelCall
 from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS, actions_of, rewards_of
-from rlhf_spmd.plan.workflow import Infer, Measure, ModelCall
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place, Rows, kept_of, mask_of, row_lengths, sequences_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.execute.page_functions import read_loss, read_output

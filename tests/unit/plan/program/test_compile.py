@@ -15,6 +15,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlhf_spmd.plan.calls import is_current
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import num_params
 from rlhf_spmd.plan.layout import Layout
@@ -23,7 +24,6 @@ from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import is_current
 from rlhf_spmd.plan.workload import Workload
 from tests.programs import make_workload, place_models, random_program
 

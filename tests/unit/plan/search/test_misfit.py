@@ -39,7 +39,7 @@ def test_33b_on_two_nodes_ends_in_time_and_says_what_to_lower():
         r"least memory that was found is (\d\d\.\d) GiB on rank 0 \(resident \d\d\.\d GiB, gathered", text
     )
     assert 75.2 < float(found[1]) < 84.0  # without slices of 8, which are unequal, it is 84.6
-    assert "of 80.0 GiB that it may use" in text and "actor_train dp1 pp4 tp4 recompute" in text
+    assert "of 80.0 GiB that it may use" in text
     assert "Lower generation.max_sequences=" in text and text.endswith("or smaller models")
 
 
@@ -53,10 +53,10 @@ def test_what_was_proved_is_said():
 def test_the_least_memory_is_that_of_its_program():
     workload, cluster = make_workload(load("llama-33b")), Cluster.parse("2x8", "a100-80g")
     space = Space.of(CallModel(Cost(A100, workload, cluster)))
-    found = roomiest(space, Budget())
-    assert not found.fits
-    program = compile_program(workload, space.model.placement(found.chosen), cluster)
+    chosen = roomiest(space, Budget())
+    program = compile_program(workload, space.model.placement(chosen), cluster)
     need = max(peak_bytes(static_bytes(program, rank), working_bytes(program, rank)) for rank in cluster.ranks)
-    assert need == pytest.approx(found.excess_bytes + cluster.usable_bytes(0), rel=0.02)
-    roomy = Cluster(tuple(replace(node, device_bytes=int(need / 0.94) + 2**30) for node in cluster.nodes))
-    assert roomiest(Space.of(CallModel(Cost(A100, workload, roomy))), Budget()).fits
+    assert need == pytest.approx(space.model.excess_bytes(chosen) + cluster.usable_bytes(0), rel=0.02)
+    larger = Cluster(tuple(replace(node, device_bytes=int(need / 0.94) + 2**30) for node in cluster.nodes))
+    space = Space.of(CallModel(Cost(A100, workload, larger)))
+    assert space.model.excess_bytes(roomiest(space, Budget())) <= 0

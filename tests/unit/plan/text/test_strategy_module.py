@@ -13,7 +13,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy, strategy_names
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.placement import Placement, interleave
+from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.text.strategy_module import strategy_source
 from tests.programs import make_workload, random_plan
@@ -95,7 +95,6 @@ def test_another_number_of_ranks_is_refused(tmp_path):
         (range(32), "cluster.ranks[:32]"),
         (range(32, 64), "cluster.ranks[32:]"),
         (range(8, 16), "cluster.ranks[8:16]"),
-        (interleave(tuple(range(8)), tuple(range(8, 64))), "interleave(cluster.ranks[:8], cluster.ranks[8:])"),
         ((*range(8, 16), 3, 5, *range(40, 48)), "(*range(8, 16), 3, 5, *range(40, 48))"),
         ((9,), "cluster.ranks[9:10]"),
     ],
