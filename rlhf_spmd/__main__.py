@@ -33,7 +33,7 @@ import stat
 import sys
 from typing import NoReturn
 
-from rlhf_spmd.errors import UserError
+from rlhf_spmd.errors import UserError, remember_interrupts
 
 USER_STATUS = 2
 PIPE_STATUS = 141  # the status that a shell reports for a program that SIGPIPE ended
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments: by default those of this process, whose standard streams are then prepared as well.
     """
     from rlhf_spmd.files import output
-    from rlhf_spmd.runtime.failure import launcher, signals
+    from rlhf_spmd.runtime.failure import launcher
 
     is_process = arguments is None
     words = sys.argv[1:] if arguments is None else arguments
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     on_ranks = (verb in ON_RANKS or measures or rehearses) and not {"-h", "--help"} & set(words)
     if is_process:
         launcher.forget_leftovers(os.environ)
-        signals.remember_interrupts()
+        remember_interrupts()
         output.prepare(is_work=not on_ranks, speaks=launcher.launched(os.environ).rank == 0)
     if on_ranks:
         return _on_ranks(words)

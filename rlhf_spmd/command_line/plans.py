@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from textwrap import wrap
+from textwrap import fill
 from types import ModuleType
-from typing import TypedDict, Unpack
+from typing import Any
 
 from rlhf_spmd.command_line.checks import check_both, evaluate_of
 from rlhf_spmd.command_line.fitting_strategies import (
@@ -16,7 +16,6 @@ from rlhf_spmd.command_line.fitting_strategies import (
     options_to_try,
     too_large,
 )
-from rlhf_spmd.command_line.words import refuse_options
 from rlhf_spmd.config.options import Config, evaluated
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import progress
@@ -30,7 +29,6 @@ from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.memory_check import memory
-from rlhf_spmd.plan.search.candidates import Allowed
 from rlhf_spmd.plan.search.planner import SEPARATION_AHEAD, SearchResult, name_of, search
 from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
@@ -61,26 +59,14 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A shipped strategy without a forecast. note: why. missing_bytes: of a device; the largest number if it has no
-    program."""
+    """A shipped strategy that does not fit. note: why."""
 
     name: str
     note: str
-    missing_bytes: int = sys.maxsize
 
 
 Row = Alternative | Misfit  # of the table
 SUMMED = ("num_scored", "search_s", "processor_s", "simulate_s")  # of two results of search()
-
-
-class SearchOptions(TypedDict, total=False):
-    """Options of search()."""
-
-    method: str
-    keep: int
-    budget: int
-    allowed: Allowed
-    evaluated_tokens: int
 
 
 def alternatives(
@@ -91,7 +77,7 @@ def alternatives(
     evaluate: Evaluate = no_evaluation,
     top: int | None = None,
     aheads: Sequence[int] = (0,),
-    **options: Unpack[SearchOptions],
+    **options: Any,
 ) -> tuple[list[Row], SearchResult]:
     """Returns the best plans of search() with these options, then the shipped strategies; and the result of the search.
     Raises UserError if nothing fits.
@@ -100,43 +86,36 @@ def alternatives(
     top: how many plans, besides the best of each of `aheads`; None: all.
     aheads: what plans may have as Placement.ahead.
     """
+    result = searched(workload, cluster, calibration, aheads, **options)
+    best = {plan.placement.ahead: plan for plan in reversed(result.plans)}
+    rows: list[Row] = []
+    for number, plan in enumerate(result.plans):
+        if top is None or number < top or plan is best[plan.placement.ahead]:
+            name, evaluation = f"plan {number + 1} ({plan.name})", evaluate(plan.program)
+            rows.append(Alternative(name, plan.program, plan.forecast, evaluation=evaluation))
     with progress.during("simulating the shipped strategies"):
-        shipped = [fitted(name, workload, cluster, calibration, evaluate) for name in COMPARED]
+        rows += [fitted(name, workload, cluster, calibration, evaluate) for name in COMPARED]
         if 1 in aheads:
-            shipped.append(fitted("separation", workload, cluster, calibration, evaluate, ahead=1))
-        try:
-            found = searched(workload, cluster, calibration, aheads, **options)
-        except UserError as error:
-            raise UserError(f"{error}. {_nearest(shipped)}") from None
-    firsts = {plan.placement.ahead: number for number, plan in reversed(list(enumerate(found.plans)))}
-    plans = [
-        Alternative(f"plan {number + 1} ({plan.name})", plan.program, plan.forecast, evaluation=evaluate(plan.program))
-        for number, plan in enumerate(found.plans)
-        if top is None or number < top or number in firsts.values()
-    ]
-    return [*plans, *shipped], found
+            rows.append(fitted("separation", workload, cluster, calibration, evaluate, ahead=1))
+    return rows, result
 
 
 def searched(
-    workload: Workload,
-    cluster: Cluster,
-    calibration: Calibration,
-    aheads: Sequence[int],
-    **options: Unpack[SearchOptions],
+    workload: Workload, cluster: Cluster, calibration: Calibration, aheads: Sequence[int], **options: Any
 ) -> SearchResult:
     """Returns the results of search() for some values of Placement.ahead as one. Where others than the first have no
     plan, there are plans without them. Raises UserError if there are none."""
-    found = search(workload, cluster, calibration, say=progress.say, ahead=aheads[0], **options)
+    result = search(workload, cluster, calibration, say=progress.say, ahead=aheads[0], **options)
     for ahead in aheads[1:]:
         try:
             more = search(workload, cluster, calibration, say=progress.say, ahead=ahead, **options)
         except UserError:
             continue
-        plans = sorted((*found.plans, *more.plans), key=lambda plan: plan.forecast.makespan_s)
-        sums = {name: getattr(found, name) + getattr(more, name) for name in SUMMED}
-        gap = None if found.gap is None else max(found.gap, more.gap or 0.0)
-        found = replace(found, plans=tuple(plans), gap=gap, **sums)
-    return found
+        plans = sorted((*result.plans, *more.plans), key=lambda plan: plan.forecast.makespan_s)
+        sums = {name: getattr(result, name) + getattr(more, name) for name in SUMMED}
+        gap = None if result.gap is None else max(result.gap, more.gap or 0.0)
+        result = replace(result, plans=tuple(plans), gap=gap, **sums)
+    return result
 
 
 def ahead_text(rows: Sequence[Row], workload: Workload) -> str:
@@ -173,8 +152,9 @@ def fitted(
 
     ahead: of separation.
     """
-    strategy, misfits = load_strategy(name), list[Misfit]()
+    strategy = load_strategy(name)
     name = SEPARATION_AHEAD if ahead else name
+    misfits: list[tuple[int, str]] = []  # bytes that a device lacks, and why
     for tried in options_to_try(strategy.name, workload, cluster):
         options = {**tried, "ahead": ahead} if ahead else tried
         words = " ".join(f"{option}={value}" for option, value in options.items())
@@ -182,14 +162,14 @@ def fitted(
             program = strategy.compile(workload, cluster, options)
             evaluation = evaluate(program)
         except UserError as error:
-            misfits.append(Misfit(name, str(error).removeprefix(f"strategy {strategy.name}: "), sys.maxsize))
+            misfits.append((sys.maxsize, str(error).removeprefix(f"strategy {strategy.name}: ")))
             continue
         if not too_large(program, evaluation):
             return Alternative(name, program, forecast(program, calibration), words, evaluation=evaluation)
         missing = missing_bytes(program, evaluation)
-        note = f"does not fit: a device lacks {format_bytes(missing)}{' with ' if words else ''}{words}"
-        misfits.append(Misfit(name, note, missing))
-    return min(misfits, key=lambda misfit: misfit.missing_bytes)
+        misfits.append((missing, f"does not fit: a device lacks {format_bytes(missing)} {words and f'with {words}'}"))
+    _, note = min(misfits)
+    return Misfit(name, note.strip())
 
 
 def ranked(rows: Sequence[Row]) -> Iterator[Alternative]:
@@ -202,34 +182,20 @@ def ranked(rows: Sequence[Row]) -> Iterator[Alternative]:
 
 
 def most_promising(rows: Sequence[Row], number: int) -> list[Alternative]:
-    """Returns the rows that are worth measuring, fastest first. Of the rows that are forecast to take at most NEAR
-    times the seconds of the first one: the first, the best shipped strategy, and the best of each kind of placement
-    (name_of()), because placements of a kind differ less than their forecasts err. Then the next ones."""
+    """Returns the rows that are worth measuring: of those that are forecast to take at most NEAR times the seconds of
+    the fastest, the best of each kind of placement (name_of()), because placements of a kind differ less than their
+    forecasts err. Then the next ones."""
     order = list(ranked(rows))
     near = [row for row in order if row.forecast.makespan_s <= NEAR * order[0].forecast.makespan_s]
-    shipped = [row.name for row in near if row.name in COMPARED]
-    best = {kind_of(row): row.name for row in reversed(near)}
-    of_kinds = [row.name for row in near if row.name in best.values()]
-    every = dict.fromkeys([order[0].name, *shipped[:1], *of_kinds, *(row.name for row in order)])
-    return [row for row in order if row.name in list(every)[:number]]
+    best = {kind_of(row): row for row in reversed(near)}
+    return sorted(order, key=lambda row: best.get(kind_of(row)) is not row)[:number]
 
 
 def fastest(rows: Sequence[Row], cluster: Cluster) -> Alternative:
     """Returns the first of ranked(). Raises UserError if nothing fits."""
     if best := next(ranked(rows), None):
         return best
-    raise UserError(f"there is no plan for {cluster}. {_nearest(rows)}")
-
-
-def _nearest(shipped: Sequence[Row]) -> str:
-    """Returns which of the shipped strategies fits best, as a sentence."""
-    if best := next(ranked(shipped), None):
-        return f"Strategy {best.name} ({best.note}) fits if generation decodes fewer sequences at a time"
-    misfits = [row for row in shipped if isinstance(row, Misfit)]
-    if not misfits:
-        return "No shipped strategy passes `check`, which names the errors"
-    least = min(misfits, key=lambda row: row.missing_bytes)
-    return f"The nearest shipped strategy is {least.name}, even with the smallest KV cache: {least.note}"
+    raise UserError(f"there is no plan for {cluster} that passes `check`: use more or larger devices")
 
 
 def plans_table(rows: Sequence[Row], calibration: Calibration, columns: int | None = None) -> str:
@@ -259,42 +225,38 @@ def _device(program: Program) -> tuple[str, str]:
     return (format_bytes(whole - usable), format_bytes(whole)) if limited else ("-", "-")
 
 
-def module_source(row: Alternative, config: Config, calibration: Calibration, overrides: list[str]) -> str:
+def module_source(row: Alternative, config: Config, calibration: Calibration, overrides: Sequence[str]) -> str:
     """Returns the row as a strategy module, with its forecast in the docstring. Deterministic."""
-    program, seconds, limit = row.program, call_s(row.forecast), limits(row.program, calibration)
+    program, cluster = row.program, row.program.cluster
     about = (
         "Written by `python -m rlhf_spmd plan`; edit it like any strategy. The forecast is by the constants of "
-        f"calibration {calibration.name}, for devices of type {', '.join(program.cluster.device_types)}. One of them "
-        f"would hold {format_bytes(most_bytes(row.program))} at most."
-        + (f" Planned with {' '.join(overrides)}." if overrides else "")
+        f"calibration {calibration.name}, for devices of type {', '.join(cluster.device_types)}. One of them "
+        f"would hold {format_bytes(most_bytes(program))} at most."
     )
-    lines = [
-        f"{row.name}: {row.forecast.makespan_s:.4g} s per iteration of {config.title} on {program.cluster}.",
-        "",
-        *wrap(about, MAX_LINE, break_long_words=False, break_on_hyphens=False),
-        "",
-        call_table(program, seconds, limit),
-    ]
-    return strategy_source(program.placement, program.workload, program.cluster, "\n".join(lines))
+    if overrides:
+        about += f" Planned with {' '.join(overrides)}."
+    title = f"{row.name}: {row.forecast.makespan_s:.4g} s per iteration of {config.title} on {cluster}."
+    text = fill(about, MAX_LINE, break_long_words=False, break_on_hyphens=False)
+    calls = call_table(program, call_s(row.forecast), limits(program, calibration))
+    return strategy_source(program.placement, program.workload, cluster, f"{title}\n\n{text}\n\n{calls}")
 
 
-def evaluated_tokens(config: Config) -> int:
-    """Returns the most tokens of a response in evaluations; 0: there are none. Raises UserError."""
-    return evaluated(config).row_tokens if config.eval.prompts else 0
+def planned(
+    config: Config, workload: Workload, cluster: Cluster, calibration: Calibration, **options: Any
+) -> tuple[list[Row], SearchResult]:
+    """Returns what alternatives() does, with memory for the evaluations of the run. Raises UserError, also for options
+    of a strategy, because the planner makes its own."""
+    for name in config.strategy:
+        raise UserError(f"strategy.{name} is an option of a strategy, but the planner chooses every layout; drop it")
+    most = evaluated(config).row_tokens if config.eval.prompts else 0
+    evaluate = evaluate_of(config)
+    return alternatives(workload, cluster, calibration, evaluate=evaluate, evaluated_tokens=most, **options)
 
 
 def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Calibration) -> Strategy:
     """Searches for the fastest plan and returns it as a strategy whose source is the module that the plan subcommand
     would write. Deterministic: every rank finds the same one. Raises UserError."""
-    refuse_options(config)
-    rows, _ = alternatives(
-        workload,
-        cluster,
-        calibration,
-        evaluate=evaluate_of(config),
-        budget=AUTO_BUDGET,
-        evaluated_tokens=evaluated_tokens(config),
-    )
+    rows, _ = planned(config, workload, cluster, calibration, budget=AUTO_BUDGET)
     return strategy_of("auto", module_source(fastest(rows, cluster), config, calibration, []))
 
 

@@ -123,10 +123,3 @@ def config_text(parsed: argparse.Namespace, config: Config, strategy: str, lengt
         return to_text(values)
     del values["iterations"]  # they follow from data.epochs
     return f"# {length}\n{to_text(values)}"
-
-
-def refuse_options(config: Config) -> None:
-    """Raises UserError if there are options of a strategy, because the planner makes its own."""
-    if config.strategy:
-        first = next(iter(config.strategy))
-        raise UserError(f"strategy.{first} is an option of a strategy, but the planner chooses every layout; drop it")

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
-from rlhf_spmd.config.forecast_episodes import read_forecast_episodes
-from rlhf_spmd.config.forecast_lengths import read_forecast_lengths
+from rlhf_spmd.config.forecast_options import read_forecast_episodes, read_forecast_lengths
 from rlhf_spmd.config.lora import Lora, RoleLora, adapted, bases, of_folder
 from rlhf_spmd.config.model_folders import folder_of, shape_of_folder
 from rlhf_spmd.config.role_shapes import shapes_by_role

@@ -28,15 +28,15 @@ Result = tuple[Options, str]
 
 
 class Differs(Exception):
-    """A value that no option here has. kind: what it is then."""
+    """A value that no option here has.
 
-    def __init__(self, kind: Kind, why: str) -> None:
+    kind: what it is then.
+    unread: a number was expected, and the value is none: no default may take its place.
+    """
+
+    def __init__(self, kind: Kind, why: str, *, unread: bool = False) -> None:
         super().__init__(why)
-        self.kind, self.why = kind, why
-
-
-class Unread(Differs):
-    """A number was expected, and the value is none: no default may take its place."""
+        self.kind, self.why, self.unread = kind, why, unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Job:
         """Returns a whole number above 0. Raises Differs if it is none."""
         number = self.number(id, default)
         if not 1 <= number <= MOST:
-            raise Unread("unavailable", f"{id} is not a size above 0")
+            raise Differs("unavailable", f"{id} is not a size above 0", unread=True)
         return round(number)
 
     def is_so(self, when: Mapping[str, str]) -> bool:
@@ -77,7 +77,8 @@ class Job:
     @property
     def layout(self) -> str:
         """Nodes and devices of a node."""
-        return f"{self.nodes}x{max(1, self.devices // self.nodes)}"
+        nodes = self.size("nodes", 1)
+        return f"{nodes}x{max(1, self.devices // nodes)}"
 
     @property
     def generates(self) -> bool:
@@ -85,14 +86,9 @@ class Job:
         return not self.page.responses
 
     @property
-    def nodes(self) -> int:
-        """How many nodes it is for."""
-        return self.size("nodes", 1)
-
-    @property
     def devices(self) -> int:
         """How many devices it is for."""
-        return self.size("processes", self.nodes * self.size("devices", DEVICES))
+        return self.size("processes", self.size("nodes", 1) * self.size("devices", DEVICES))
 
     @property
     def samples_per_prompt(self) -> int:
@@ -140,7 +136,7 @@ def number_of(text: str, what: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise Unread("unavailable", f"{what} is not a number")
+        raise Differs("unavailable", f"{what} is not a number", unread=True)
     return number
 
 
@@ -150,25 +146,27 @@ def number_of(text: str, what: str) -> float:
 def options_of(job: Job, key: str, value: Value) -> Result:
     """Returns the options that an option there becomes, by the first of its entries that is for the algorithm and whose
     conditions hold. Raises Differs if it becomes none."""
-    names, text, algorithm = find(job.source.program, key), text_of(value), job.page.name
-    fitting = [name for name in names if not name.of or algorithm in name.of] or names
-    name = next((name for name in fitting if job.is_so(name.when)), fitting[0])
+    text, algorithm = text_of(value), job.page.name
+    is_off = text in OFF
+    names = find(job.source.program, key)
+    fitting = [name for name in names if not name.of or algorithm in name.of]
+    name = next((name for name in fitting or names if job.is_so(name.when)), (fitting or names)[0])
+    if name.kind == "unavailable" and is_off:
+        raise Differs("no_effect", "it is off")
     if name.kind != "option":
-        is_off = name.kind == "unavailable" and text in OFF
-        raise Differs("no_effect" if is_off else name.kind, "it is off" if is_off else name.why)
+        raise Differs(name.kind, name.why)
     if not text or not job.is_so(name.when):
         raise Differs("no_effect", name.why if text else "it is not set")
     keys = [key for key in (key.replace("*", algorithm) for key in name.ours) if has_option(job.page, key)]
-    if not keys or name.of and algorithm not in name.of:
-        is_unused = text in OFF or bool(name.of) or name.ours[0].startswith(("models.", "optimizer."))
+    if not keys or not fitting:
+        is_unused = is_off or bool(name.of) or name.ours[0].startswith(("models.", "optimizer."))
         raise Differs("no_effect" if is_unused else "unavailable", name.why or f"{algorithm} has no such option")
     if name.rule:
         return RULES[name.rule](job, name, value)
     options = _values(job, name, keys[:1] if name.first else keys, value)
     is_here = name.type == "path" and all(map(glob, text.split(",")))
-    return options | {
-        key.replace("*", algorithm): text for key, text in name.sets.items()
-    }, "" if is_here else name.later
+    beside = {key.replace("*", algorithm): text for key, text in name.sets.items()}
+    return options | beside, "" if is_here else name.later
 
 
 def has_option(page: Algorithm, key: str) -> bool:
@@ -203,10 +201,10 @@ def _values(job: Job, name: Name, keys: list[str], value: Value) -> Options:
 
 def _of_table(job: Job, name: Name, keys: list[str], text: str) -> Options:
     """Looks a value up in the table of its entry, or each value of a list."""
-    found = [name.values.get(part, name.values.get("*")) for part in BETWEEN.split(text.strip("[]"))]
-    if None in found:
+    texts = [name.values.get(part, name.values.get("*")) for part in BETWEEN.split(text.strip("[]"))]
+    if None in texts:
         raise Differs("unavailable", f"{name.why or 'a value that is not known'}: {text}")
-    joined = ",".join(map(str, found)).replace("*", job.page.name)
+    joined = ",".join(map(str, texts)).replace("*", job.page.name)
     if not joined:
         raise Differs("no_effect", "that is the default")
     if "=" not in joined:
@@ -232,8 +230,7 @@ def _of_number(job: Job, name: Name, keys: list[str], number: float, text: str) 
         if number < 1:
             raise Differs("unavailable", f"a share of the run: set {keys[0]} to a number of iterations")
         factor = getattr(job, name.scale.removeprefix("1/"))
-        scaled = number / factor if name.scale.startswith("1/") else number * factor
-        text = str(max(1, round(scaled)))
+        text = str(max(1, round(number / factor if name.scale.startswith("1/") else number * factor)))
     return dict.fromkeys(keys, text)
 
 
@@ -248,11 +245,9 @@ def reward_function(job: Job, name: Name, value: Value) -> Result:
     if text.endswith(".py"):
         function = job.text("function_name", FUNCTION_NAMES.get(job.source.program, "reward_func"))
         return {"reward_function": f"{text}:{function}"}, "" if Path(text).is_file() else "this file is not here"
-    modules = re.sub(r"\.(\w+)(?=,|$)", r":\1", text)
-    functions = [part if ":" in part else f"FILE.py:{part}" for part in modules.split(",")]
-    return {"reward_function": ",".join(functions)}, "write these functions into a file" * (
-        "FILE.py:" in ",".join(functions)
-    )
+    modules = re.sub(r"\.(\w+)(?=,|$)", r":\1", text).split(",")
+    functions = [part if ":" in part else f"FILE.py:{part}" for part in modules]
+    return {"reward_function": ",".join(functions)}, "" if functions == modules else "write these functions into a file"
 
 
 def mixture(job: Job, name: Name, value: Value) -> Result:
@@ -275,5 +270,7 @@ def total_length(job: Job, name: Name, value: Value) -> Result:
 
 
 RULES: Mapping[str, Callable[[Job, Name, Value], Result]] = {
-    rule.__name__: rule for rule in (mixture, reward_function, total_length)
+    "mixture": mixture,
+    "reward_function": reward_function,
+    "total_length": total_length,
 }

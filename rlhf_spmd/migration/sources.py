@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from rlhf_spmd.pages.other_names import PROGRAMS, find, table
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 WHOLE = ("chat_template_kwargs", "apply_chat_template_kwargs", "dataset_mixture")  # mappings that are one value
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
-LONGEST, DEEPEST = 10_000, 20  # characters of a value; references to references
+DEEPEST = 5  # references to references
 STARTS = ("-m", "--module", "trl")  # words before the name of what a command starts
 LAUNCHERS = ("torch.", "accelerate", "deepspeed")  # modules
 Value = Any  # a text, a list or a mapping, whose values are texts
@@ -53,17 +54,15 @@ def read_file(path: str, words: Sequence[str] = (), program: str | None = None) 
     """
     text = read_bytes(path).decode("utf-8", "replace")
     if path.endswith(".py"):
-        name = re.search(r"\w+Config(?=\()", text)
         raise UserError(
-            f"{path} is a Python script, which is not read: write the arguments of {name[0] if name else 'GRPOConfig'}"
-            "(...) into a YAML file, or as words: `coming-from trl --NAME VALUE`"
+            f"{path} is a Python script, which is not read: write the arguments of its Config(...) into a YAML file, "
+            "or as words: `coming-from trl --NAME VALUE`"
         )
     if path.endswith(SCRIPTS) or text.startswith("#!"):
-        name = re.search("openrlhf|verl|trl", text.lower())
         raise UserError(
             f"{path} is a shell script, which only a shell can expand: in a copy of it, write `python -m rlhf_spmd "
-            f"coming-from {name[0] if name else 'PROGRAM'}` before the command that trains, comment out its other "
-            "commands, look at it with `bash -n`, and run it: `bash COPY > options.yaml`"
+            "coming-from PROGRAM` before the command that trains, comment out its other commands, look at it with "
+            "`bash -n`, and run it: `bash COPY > options.yaml`"
         )
     root = yaml_texts(text, path)
     if not isinstance(root, dict):
@@ -72,7 +71,7 @@ def read_file(path: str, words: Sequence[str] = (), program: str | None = None) 
     if others:
         raise UserError(f"{others[0]!r} is not KEY=VALUE: only values of {path} can be replaced")
     values = dict(_flat(root, "")) | replaced
-    left = _without_references(path, values)
+    left = _without_references(values)
     return Source(program or max(PROGRAMS, key=lambda name: sum(bool(find(name, key)) for key in values)), values, left)
 
 
@@ -85,14 +84,13 @@ def _flat(values: Mapping[str, Value], prefix: str) -> Iterator[tuple[str, Value
             yield f"{prefix}{name}", value
 
 
-def _without_references(path: str, values: dict[str, Value]) -> dict[str, str]:
+def _without_references(values: dict[str, Value]) -> dict[str, str]:
     """Replaces ${NAME} by the value of that name, and takes out what refers to none -> those, with the reason."""
+    given = dict(values)
     for _ in range(DEEPEST):
         for key, value in values.items():
             if isinstance(value, str):
-                values[key] = REFERENCE.sub(lambda match: text_of(values.get(match[1], match[0])), value)
-                if len(values[key]) > max(LONGEST, len(value)):
-                    raise UserError(f"{path}: {key} refers to values that grow without end")
+                values[key] = REFERENCE.sub(lambda match: text_of(given.get(match[1], match[0])), value)
     unknown = [key for key, value in values.items() if isinstance(value, str) and "${" in value]
     return {key: f"{values.pop(key)} is not a value of this file" for key in unknown}
 
@@ -150,15 +148,9 @@ def _options(words: Sequence[str], *, has_dashes: bool) -> tuple[dict[str, Value
             texts[name].append(word)
         else:
             others.append(word)
-    values = {key: _word_value(*given) for key, given in texts.items()}
+    values: dict[str, Value] = {key: given or "true" for key, given in texts.items()}
+    for key, given in texts.items():
+        if "".join(given)[:1] in ("[", "{", "'", '"') and len(given) == 1:  # a list or a mapping in YAML
+            with suppress(UserError):
+                values[key] = yaml_texts(given[0], "")
     return dict(_flat(values, "")), others
-
-
-def _word_value(*words: str) -> Value:
-    """Returns the value of an option as YAML reads it, if it is a list or a mapping there."""
-    if len(words) == 1 and words[0][:1] in ("[", "{", "'", '"'):
-        try:
-            return yaml_texts(words[0], "")
-        except UserError:
-            pass
-    return [*words] or "true"

@@ -8,7 +8,7 @@ from rlhf_spmd.config.file import to_text
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.printing import on_one_line
-from rlhf_spmd.migration.rules import Differs, Job, Options, Unread, has_option, options_of
+from rlhf_spmd.migration.rules import Differs, Job, Options, has_option, options_of
 from rlhf_spmd.migration.sources import Source, Value, text_of, words_of
 from rlhf_spmd.pages.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.pages.other_names import PROGRAMS, Kind, defaults, find, names, table
@@ -171,16 +171,18 @@ def _line(job: Job, key: str, value: Value) -> Line:
     names = find(job.source.program, key)
     if not names:
         return Line(key, value, None)
+    kind: Kind = "option"
     try:
         options, later = options_of(job, key, value)
-    except Unread as unread:
-        keys = [ours.replace("*", job.page.name) for ours in names[0].ours]
-        options = {key.removeprefix("--"): value for key in keys if has_option(job.page, key)}
-        return Line(key, value, unread.kind, options, later=unread.why)
     except Differs as differs:
-        return Line(key, value, differs.kind, why=differs.why.replace("*", job.page.name))
+        if not differs.unread:
+            return Line(key, value, differs.kind, why=differs.why.replace("*", job.page.name))
+        keys = [ours.replace("*", job.page.name) for ours in names[0].ours]
+        kind, later = differs.kind, differs.why
+        options = {ours: value for ours in keys if has_option(job.page, ours)}
     why = "" if key in job.source.values else f"the default of {PROGRAMS[job.source.program]}"
-    return Line(key, value, "option", {one.removeprefix("--"): text for one, text in options.items()}, why, later)
+    options = {ours.removeprefix("--"): text for ours, text in options.items()}
+    return Line(key, value, kind, options, why, later)
 
 
 def algorithm_of(source: Source) -> str:

@@ -18,10 +18,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from rlhf_spmd.errors import UserError
+from rlhf_spmd.errors import UserError, pass_on_interrupt
 from rlhf_spmd.files.reading import why_no_file
 from rlhf_spmd.pages.option_suggestions import check_known
-from rlhf_spmd.runtime.failure.signals import pass_on_interrupt
 
 COOKIE = re.compile(r"^([ \t\f]*#.*?coding[:=][ \t]*)[-\w.]+")  # PEP 263
 NOT_USERS = (str(Path(__file__).parents[1]), "<frozen")  # lines that say nothing about an error in a user's code

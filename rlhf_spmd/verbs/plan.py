@@ -15,7 +15,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from rlhf_spmd.command_line.checks import evaluate_of
 from rlhf_spmd.command_line.outputs import refuse_existing, save
 from rlhf_spmd.command_line.plans import (
     AHEAD,
@@ -24,27 +23,23 @@ from rlhf_spmd.command_line.plans import (
     Misfit,
     Row,
     ahead_text,
-    alternatives,
-    evaluated_tokens,
     fastest,
     module_source,
     most_promising,
+    planned,
     plans_table,
     strategy_of,
 )
-from rlhf_spmd.command_line.words import read, refuse_options
+from rlhf_spmd.command_line.words import read
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.output import print_json, table_width
 from rlhf_spmd.files.printing import command_lines
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.program.transfers import communicators
-from rlhf_spmd.plan.search.planner import SearchResult
 from rlhf_spmd.plan.text.program_listing import table
-from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
 
 COUNTED = 3  # measured iterations, after one that warms up; the same for all plans, because responses differ in length
@@ -53,16 +48,17 @@ MOST_LANES = 8  # of a timeline; with more ranks, those that do the same share a
 
 def run(parsed: argparse.Namespace) -> int:
     """Plans, prints tables and a line of JSON, and writes the winner. Returns the exit status. Raises UserError."""
-    config, workload, cluster, calibration = _read(parsed)
-    out, began = _out(parsed, config, cluster), time.perf_counter()
-    rows, found = _rows(parsed, config, workload, cluster, calibration, parsed.top)
+    config, cluster, calibration = read(parsed)
+    assert calibration is not None, "required"
+    out, workload, began = _out(parsed, config, cluster), make_workload(config), time.perf_counter()
+    rows, result = planned(config, workload, cluster, calibration, top=parsed.top, **_search_options(parsed))
     winner = fastest(_eligible(rows, parsed), cluster)
-    simulate_s = time.perf_counter() - began - found.search_s  # for the best plans and the shipped strategies
+    simulate_s = time.perf_counter() - began - result.search_s  # for the best plans and the shipped strategies
     where = f"{config.title} on {cluster} ({', '.join(cluster.device_types)})"
-    took = f"{found.num_scored:,} plans scored in {found.search_s:.1f} s, programs simulated in {simulate_s:.1f} s"
-    if found.gap:
-        took += f"; the search ended at its budget, so a plan that is up to {found.gap:.1%} faster may be missing"
-    elif found.gap is not None:
+    took = f"{result.num_scored:,} plans scored in {result.search_s:.1f} s, programs simulated in {simulate_s:.1f} s"
+    if result.gap:
+        took += f"; the search ended at its budget, so a plan that is up to {result.gap:.1%} faster may be missing"
+    elif result.gap is not None:
         took += "; gap 0.0%: of the searched meshes, grids and micro-batches, none is faster at the level of calls"
     print(f"{where}, seconds by calibration {calibration.name}: {took}")
     if calibration.sources:
@@ -81,55 +77,25 @@ def run(parsed: argparse.Namespace) -> int:
         spans, title = spans_of_forecast(winner.forecast), f"Forecast of {winner.name}: {where}"
         draw = partial(write_png, records=spans, title=title, workflow=workload.workflow, most_lanes=MOST_LANES)
         save(Path(parsed.timeline), draw)
-    seconds = {row.name: row.forecast.makespan_s if isinstance(row, Alternative) else None for row in rows}
-    result = {
+    values = {
         "name": winner.name,
         "out": str(out),
         "forecast_s": winner.forecast.makespan_s,
-        "plan_s": found.search_s,
+        "plan_s": result.search_s,
         "simulate_s": simulate_s,
-        "gap": found.gap,
-        "num_scored": found.num_scored,
-        "plans": seconds,
+        "gap": result.gap,
+        "num_scored": result.num_scored,
+        "plans": {row.name: row.forecast.makespan_s if isinstance(row, Alternative) else None for row in rows},
         "ahead": winner.program.placement.ahead,
         "ok": True,
     }
-    print_json(result, parsed.json)
+    print_json(values, parsed.json)
     return 0
 
 
-def _read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workload, Cluster, Calibration]:
-    """Reads what to plan for. Raises UserError if something does not exist or fit together.
-
-    layout: the default.
-    """
-    config, cluster, calibration = read(parsed, layout)
-    assert calibration is not None, "required"
-    refuse_options(config)
-    return config, make_workload(config), cluster, calibration
-
-
-def _rows(
-    parsed: argparse.Namespace,
-    config: Config,
-    workload: Workload,
-    cluster: Cluster,
-    calibration: Calibration,
-    top: int | None = None,
-) -> tuple[list[Row], SearchResult]:
-    """Returns the plans and the shipped strategies, and the result of the search.
-
-    top: see alternatives().
-    """
-    return alternatives(
-        *(workload, cluster, calibration),
-        evaluate=evaluate_of(config),
-        top=top,
-        aheads=AHEAD[parsed.ahead],
-        method=parsed.method,
-        keep=max(parsed.top, KEEP),
-        evaluated_tokens=evaluated_tokens(config),
-    )
+def _search_options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of planned() that a command line names."""
+    return {"aheads": AHEAD[parsed.ahead], "method": parsed.method, "keep": max(parsed.top, KEEP)}
 
 
 def _eligible(rows: Sequence[Row], parsed: argparse.Namespace) -> list[Row]:
@@ -154,8 +120,10 @@ def _check_words(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
     """Returns the options of `check` that mean the same cluster, algorithm and models."""
     words = ["--layout", str(cluster), "--device-type", cluster.nodes[0].device]
     words = ["--cluster", parsed.cluster] if parsed.cluster else words
-    named = ("config", "algorithm", "preset", "model")
-    return words + [word for name in named if (value := getattr(parsed, name)) for word in (f"--{name}", value)]
+    for name in ("config", "algorithm", "preset", "model"):
+        if value := getattr(parsed, name):
+            words += [f"--{name}", value]
+    return words
 
 
 # ---- --measure-top ---------------------------------------------------------------------------------------------------
@@ -169,17 +137,18 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
 
     sources: dict[str, str] = {}  # of the plans, by name
     with world.together("planning"):
-        config, workload, cluster, calibration = _read(parsed, f"{world.num_nodes}x{world.size // world.num_nodes}")
+        config, cluster, calibration = read(parsed, f"{world.num_nodes}x{world.size // world.num_nodes}")
+        assert calibration is not None, "required"
         if cluster.num_devices != world.size:
             raise UserError(f"--measure-top runs the plans on these {world.size} ranks, and {cluster} has others")
         if not config.main_folder:
             raise UserError(f"preset {config.preset} has no weights to run with; pass --model FOLDER")
-        out = _out(parsed, config, cluster)
+        out, workload = _out(parsed, config, cluster), make_workload(config)
         if world.rank == 0:
-            rows, found = _rows(parsed, config, workload, cluster, calibration)
+            rows, result = planned(config, workload, cluster, calibration, **_search_options(parsed))
             best = most_promising(_eligible(rows, parsed), parsed.measure_top)
             sources = {row.name: module_source(row, config, calibration, _words(parsed)) for row in best}
-            shown = [*rows[: parsed.top], *rows[len(found.plans) :], *best]
+            shown = [*rows[: parsed.top], *rows[len(result.plans) :], *best]
             print(plans_table([row for row in rows if row in shown], calibration, table_width()), flush=True)
     world.use_device(config.device)
     sources = world.bcast(sources, what="the plans")
@@ -195,26 +164,17 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
         return
     first = min(seconds, key=seconds.__getitem__)
     forecasts = {row.name: forecast(row.program, here.calibration).makespan_s for row in best if not here.why_not}
-    with_forecast = [("plan", "forecast s", "measured s")]
+    measured = [("plan", "forecast s", "measured s")]
     for name, measured_s in seconds.items():
-        forecast_s = f"{forecasts[name]:.4g}" if forecasts else "-"
-        with_forecast.append((name, forecast_s, f"{measured_s:.4g}"))
+        measured.append((name, f"{forecasts[name]:.4g}" if forecasts else "-", f"{measured_s:.4g}"))
     save(out, lambda path: path.write_text(sources[first], encoding="utf-8"))
     where = describe_device(world.computes, world.size)
-    print(f"\nSeconds of an iteration, as measured here ({where})\n{table(with_forecast, table_width())}")
+    print(f"\nSeconds of an iteration, as measured here ({where})\n{table(measured, table_width())}")
     if here.why_not:
         print(f"No forecast beside the seconds: {here.why_not}")
     print(f"\nThe fastest, {first}, is written to {out}")
-    result = {
-        "name": first,
-        "out": str(out),
-        "forecast_s": forecasts.get(first),
-        "measured_s": seconds[first],
-        "gap": found.gap,
-        "plans": seconds,
-        "ok": True,
-    }
-    print_json(result, parsed.json)
+    values = {"name": first, "out": str(out), "forecast_s": forecasts.get(first), "measured_s": seconds[first]}
+    print_json(values | {"gap": result.gap, "plans": seconds, "ok": True}, parsed.json)
 
 
 def iteration_s(config: Config, program: Program, world: Any) -> float:

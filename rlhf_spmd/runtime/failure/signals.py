@@ -8,7 +8,7 @@ save, and waiting for a peer that died at start-up would hang.
 
 import os
 from collections.abc import Callable
-from signal import SIG_DFL, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, Signals, default_int_handler, getsignal, signal
+from signal import SIG_DFL, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, Signals, signal
 from types import FrameType
 
 TERMINATED_STATUS, INTERRUPTED_STATUS = 128 + SIGTERM, 128 + SIGINT  # as a shell shows them
@@ -16,7 +16,6 @@ CHECKPOINT, END = SIGUSR1, SIGTERM
 ASKED_BY = frozenset({SIGTERM, SIGINT, SIGHUP, SIGQUIT})  # intended ends
 
 _handled: set[Signals] = set()
-_interrupts: list[int] = []  # SIGINTs that this process has received
 
 
 def handle(number: Signals, handler: Callable[[int, FrameType | None], object]) -> None:
@@ -48,25 +47,6 @@ class Asked:
         names = sorted(self._seen)
         self._seen.difference_update(names)
         return names
-
-
-def remember_interrupts() -> None:
-    """Lets `pass_on_interrupt` know from now on whether a SIGINT arrived; call it in the main thread. SIGINT still
-    raises KeyboardInterrupt, unless this process was started to ignore it."""
-    if getsignal(SIGINT) is default_int_handler:
-        signal(SIGINT, _interrupt)
-
-
-def _interrupt(number, frame) -> None:
-    _interrupts.append(number)
-    default_int_handler(number, frame)
-
-
-def pass_on_interrupt(error: BaseException) -> None:
-    """Raises an error of user code again if it is the user's wish to end the program: a KeyboardInterrupt of a SIGINT;
-    without `remember_interrupts`, any."""
-    if isinstance(error, KeyboardInterrupt) and (_interrupts or getsignal(SIGINT) is default_int_handler):
-        raise error
 
 
 def signal_name(number: int) -> str:

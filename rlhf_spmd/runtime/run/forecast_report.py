@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rlhf_spmd.config.forecast_episodes import PROMPT_LENGTH, measured
+from rlhf_spmd.config.forecast_options import PROMPT_LENGTH, measured
 from rlhf_spmd.plan.calls import Compute
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast

@@ -316,9 +316,8 @@ def test_no_size_is_made_of_a_text_that_is_none(value):
         ("a.yaml", "a: [", "is not YAML"),
         ("a.yaml", "a: &a {b: *a}", "an alias"),
         ("a.yaml", "[" * 1000, "nested too deep"),
-        ("a.yaml", "data: {a: 'x${data.b}', b: 'y${data.a}${data.a}'}", "grow without end"),
-        ("a.sh", "python3 -m openrlhf.cli.train_sft", "coming-from openrlhf` before the command that trains"),
-        ("a.py", "args = DPOConfig(output_dir='x')", r"the arguments of DPOConfig\(...\) into a YAML file"),
+        ("a.sh", "python3 -m openrlhf.cli.train_sft", "coming-from PROGRAM` before the command that trains"),
+        ("a.py", "args = DPOConfig(output_dir='x')", r"into a YAML file"),
     ],
 )
 def test_refusals(name, text, message, tmp_path):

@@ -1,17 +1,62 @@
-"""The option forecast_episodes, and what the log of a run says of its episodes."""
+"""The options forecast_lengths and forecast_episodes; what they change is forecasts alone."""
 
 import json
 
 import pytest
 
-from rlhf_spmd.config.forecast_episodes import measured, read_forecast_episodes
+from rlhf_spmd.config.forecast_options import measured, read_forecast_episodes, read_forecast_lengths
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.answers import longest_s
-from rlhf_spmd.plan.workload import Answers
+from rlhf_spmd.plan.workload import Answers, ResponseLengths
 
 ROW = {"turns": 3.0, "answer_tokens": 40.0, "answers": 4.0, "tool_s": 0.25, "tool_p95_s": 0.75}
+
+
+def test_numbers():
+    assert read_forecast_lengths("", 64) is None
+    assert read_forecast_lengths("48", 64) == ResponseLengths(48.0)
+    assert read_forecast_lengths("48.5,0.8", 64) == ResponseLengths(48.5, 0.8)
+
+
+@pytest.mark.parametrize("text", ["65", "1", "0,1", "8,inf", "8,1,2", "8;1", "-3", "no/such/file.jsonl", "+,e"])
+def test_what_is_neither_numbers_nor_rollouts(text):
+    with pytest.raises(UserError, match="^forecast_lengths="):
+        read_forecast_lengths(text, 64)
+
+
+def test_rollouts(tmp_path):
+    path = tmp_path / "part-0000.jsonl"
+    rows = [{"response_tokens": [1] * length, "scores": 0.0} for length in (3, 5, 100)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for text in (path, tmp_path):
+        assert read_forecast_lengths(str(text), 64) == ResponseLengths(24.0, rows=(3, 5, 64))
+    for content in ("{}\n", "x\n", '{"response_tokens": "3"}\n', ""):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(UserError, match="there are no rows with lists of response_tokens"):
+            read_forecast_lengths(str(path), 64)
+
+
+def test_rollouts_in_parquet(tmp_path):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    for number, rows in enumerate(([[1, 2, 3], [4]], [[5] * 100])):
+        table = arrow.table({"prompt": ["p"] * len(rows), "response_tokens": rows})
+        parquet.write_table(table, tmp_path / f"part-000{number}.parquet")
+    assert read_forecast_lengths(str(tmp_path), 64) == ResponseLengths.of((3, 1, 64))
+
+
+def test_a_program_does_not_depend_on_it():
+    """Neither its fingerprint nor what `check` proves of it."""
+    programs = [
+        load_strategy("flattening").compile(make_workload(load("tiny", words)), Cluster.parse("1x2"), {})
+        for words in ([], ["forecast_lengths=8,0.5"])
+    ]
+    assert programs[0].fingerprint == programs[1].fingerprint
+    lengths = [program.workload.row_lengths[1] for program in programs]
+    assert lengths[1] == 8 and lengths[0] == programs[0].workload.max_response > 8
 
 
 def test_numbers_and_runs(tmp_path):
@@ -60,9 +105,8 @@ def test_answers_have_room_in_responses_of_the_forecast_length():
             answers(*words)
 
 
-def test_a_folder_that_is_no_run_with_episodes(tmp_path):
-    with pytest.raises(UserError, match="no metrics.jsonl; give the folder of a run"):
-        read_forecast_episodes(str(tmp_path), 64, 112)
-    (tmp_path / "metrics.jsonl").write_text('{"reward": 1.0}\n', encoding="utf-8")
-    with pytest.raises(UserError, match="the run had no environment"):
+@pytest.mark.parametrize("text", ["", '{"reward": 1.0}\n'])
+def test_a_folder_that_is_no_run_with_episodes(text, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match="no metrics of a run with an environment"):
         read_forecast_episodes(str(tmp_path), 64, 112)
