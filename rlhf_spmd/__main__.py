@@ -33,7 +33,7 @@ import stat
 import sys
 from typing import NoReturn
 
-from rlhf_spmd.errors import UserError, remember_interrupts
+from rlhf_spmd.errors import UserError
 
 USER_STATUS = 2
 PIPE_STATUS = 141  # the status that a shell reports for a program that SIGPIPE ended
@@ -46,13 +46,14 @@ def main(arguments: list[str] | None = None) -> int:
     arguments: by default those of this process, whose standard streams are then prepared as well.
     """
     from rlhf_spmd.files import output
+    from rlhf_spmd.pages.user_module import remember_interrupts
     from rlhf_spmd.runtime.failure import launcher
 
     is_process = arguments is None
     words = sys.argv[1:] if arguments is None else arguments
     os.umask(os.umask(0) | stat.S_IWOTH)  # no other user may change files that later runs execute, e.g. strategies
     verb = words[0] if words else ""
-    measures = verb == "plan" and any(word.partition("=")[0] == "--measure-top" for word in words)
+    measures = verb == "plan" and any(word.startswith("--measure-top") for word in words)
     rehearses = verb == "rehearse" and launcher.num_launched(os.environ) > 1  # one process starts the others
     on_ranks = (verb in ON_RANKS or measures or rehearses) and not {"-h", "--help"} & set(words)
     if is_process:
@@ -72,11 +73,11 @@ def _to_the_end(arguments: list[str]) -> NoReturn:
 
     records.keep_compiled()
     atexit.register(records.remove_node_files, records.COMPILED)
-    progress.start(f"rlhf_spmd {arguments[0] if arguments else ''}", is_alone=True, is_run=False)
+    progress.start(f"rlhf_spmd {' '.join(arguments[:1])}", is_alone=True, is_run=False)
     try:
         status = _alone(arguments)
     except SystemExit as end:  # of --help
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        status = int(end.code or 0)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
@@ -114,9 +115,6 @@ def _alone(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         output.say("rlhf_spmd: error: interrupted by SIGINT")
         return signals.INTERRUPTED_STATUS
-    except SystemExit:  # of --help
-        output.flush()
-        raise
     except (UserError, OSError, MemoryError) as error:
         text = why_no_folder() or (str(error) if isinstance(error, UserError) else explain(error))
         if text is None:
@@ -175,10 +173,8 @@ def _on_ranks(arguments: list[str]) -> int:
                 check_common_folder(world.allgather(folder, "the working folder"))
             parsed = read(arguments)
         verb = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}")
-        if parsed.verb == "train":
-            status = verb.run(world, parsed, asked)
-        else:
-            status = (verb.measure if parsed.verb == "plan" else verb.run)(world, parsed)
+        run = verb.measure if parsed.verb == "plan" else verb.run
+        status = run(world, parsed, asked) if parsed.verb == "train" else run(world, parsed)
         world.shutdown()
         output.flush()
         world.finalize(status or 0)

@@ -6,6 +6,7 @@ Functions that execute code are not among them: docs/data_and_rewards.md says ho
 
 import asyncio
 import functools
+import importlib
 import itertools
 import json
 import logging
@@ -25,8 +26,7 @@ GIVEN = "####"  # what stands before the answer in GSM8K
 
 def exact_answer(prompts: list[str], responses: list[str], answer: list[Any]) -> list[float | None]:
     """1 if the response, without space around it, is the answer; else 0. None where the answer is null."""
-    pairs = zip(responses, answer, strict=True)
-    return [None if right is None else float(response.strip() == str(right).strip()) for response, right in pairs]
+    return _matches(responses, answer, lambda response, right: response.strip() == right.strip())
 
 
 def numeric_answer(prompts: list[str], responses: list[str], answer: list[Any]) -> list[float | None]:
@@ -36,20 +36,26 @@ def numeric_answer(prompts: list[str], responses: list[str], answer: list[Any]) 
     Numbers may have thousands separators, a sign and an exponent, and may begin with their point. An answer that holds
     no number never matches; text after `####` counts alone, as in GSM8K.
     """
-    return [
-        None
-        if right is None
-        else float((number := last_number(response)) is not None and number == last_number(str(right)))
-        for response, right in zip(responses, answer, strict=True)
-    ]
+
+    def is_right(response: str, right: str) -> bool:
+        number = last_number(response)
+        return number is not None and number == last_number(right)
+
+    return _matches(responses, answer, is_right)
+
+
+def _matches(responses: list[str], answer: list[Any], is_right: Callable[[str, str], bool]) -> list[float | None]:
+    """Returns 1 or 0 for each response by its answer; None where that is null."""
+    pairs = zip(responses, answer, strict=True)
+    return [None if right is None else float(is_right(response, str(right))) for response, right in pairs]
 
 
 def last_number(text: str) -> Decimal | None:
     """The last number in a text, exactly, after `####` if there is one; None if there is no number, or one whose
     exponent has more than 18 digits."""
-    found = NUMBER.findall(text.rpartition(GIVEN)[2].replace(MINUS, "-"))
+    numbers = NUMBER.findall(text.rpartition(GIVEN)[2].replace(MINUS, "-"))
     try:
-        return Decimal(found[-1].replace(",", "")) if found else None
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
     except InvalidOperation:
         return None
 
@@ -63,17 +69,18 @@ def boxed_answer(prompts: list[str], responses: list[str], answer: list[Any]) ->
     are off, because a score of 0 after one would depend silently on the speed of the machine; reward_workers with
     reward_timeout_s limits and counts them.
     """
-    parse, verify = _math_verify()
-    scores = []
-    for response, right in zip(responses, answer, strict=True):
-        found = last_boxed(response)
-        if right is None or found is None:
-            scores.append(None if right is None else 0.0)
-            continue
-        wanted = last_boxed(str(right)) or str(right)
-        sides = [parse(f"${text}$", parsing_timeout=None) for text in (wanted, found)]
-        scores.append(float(wanted.strip() == found.strip() or verify(*sides, timeout_seconds=None)))
-    return scores
+    math_verify = _imported("math_verify", "math-verify")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+
+    def is_right(response: str, right: str) -> bool:
+        boxed = last_boxed(response)
+        if boxed is None:
+            return False
+        wanted = last_boxed(right) or right
+        sides = [math_verify.parse(f"${text}$", parsing_timeout=None) for text in (wanted, boxed)]
+        return bool(wanted.strip() == boxed.strip() or math_verify.verify(*sides, timeout_seconds=None))
+
+    return _matches(responses, answer, is_right)
 
 
 def last_boxed(text: str) -> str | None:
@@ -166,12 +173,11 @@ async def _asked(client: Any, urls: Sequence[str], part: dict[str, list[Any]]) -
 def _rewards_of(url: str, text: str, num: int) -> list[float]:
     """Returns the numbers of an answer."""
     try:
-        found = json.loads(text)["rewards"]
-        scores = [float(one) for one in found]
+        scores = [float(score) for score in json.loads(text)["rewards"]]
     except (ValueError, TypeError, KeyError):
-        raise UserError(f"{url}: {text[:200]!r} is not a JSON object with a list of numbers, `rewards`") from None
+        scores = []
     if len(scores) != num or not all(map(math.isfinite, scores)):
-        raise UserError(f"{url}: {len(scores)} rewards came back for {num} responses, or some are not finite")
+        raise UserError(f"{url}: {text[:200]!r} is not a JSON object with `rewards`, {num} finite numbers")
     return scores
 
 
@@ -192,20 +198,12 @@ def vader_positive(prompts: list[str], responses: list[str]) -> list[float]:
 
 @functools.cache
 def _vader() -> Any:
-    try:
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-    except ImportError:
-        raise UserError("the reward rlhf_spmd.rewards:vader_positive needs VADER: pip install vaderSentiment") from None
-    return SentimentIntensityAnalyzer()
+    return _imported("vaderSentiment.vaderSentiment", "vaderSentiment").SentimentIntensityAnalyzer()
 
 
-@functools.cache
-def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _imported(module: str, package: str) -> Any:
+    """Returns a module of a package that need not be installed. Raises UserError."""
     try:
-        from math_verify import parse, verify
+        return importlib.import_module(module)
     except ImportError:
-        raise UserError(
-            "the reward rlhf_spmd.rewards:boxed_answer needs math-verify: pip install math-verify"
-        ) from None
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
-    return parse, verify
+        raise UserError(f"this reward of rlhf_spmd.rewards needs {package}: pip install {package}") from None

@@ -35,17 +35,14 @@ def _given(text: str) -> str:
     return text
 
 
-def _number(kind: type[int] | type[float], least: float, words: str, text: str) -> float:
-    """Reads a number of at least `least`.
-
-    words: such a number, for messages.
-    """
+def _number(kind: type[int] | type[float], least: float, text: str) -> float:
+    """Reads a number of at least `least`."""
     try:
         value = kind(text)
     except ValueError:
         value = math.nan
     if not least <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {words}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number of at least {least:g}")
     return value
 
 
@@ -53,9 +50,9 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "text": _given,
     "path": Path,
     "int": int,
-    "positive": partial(_number, int, 1, "a whole number of at least 1"),
-    "whole": partial(_number, int, 0, "a whole number of at least 0"),
-    "seconds": partial(_number, float, 1e-9, "a number of seconds above 0"),
+    "positive": partial(_number, int, 1),
+    "whole": partial(_number, int, 0),
+    "seconds": partial(_number, float, 1e-9),
 }
 
 
@@ -102,12 +99,13 @@ def _fitted(paragraph: str) -> str:
 
 
 class _Version(argparse.Action):
-    """Prints the versions, and exits."""
+    """Prints the versions of the program, its checkout, Python and the packages that matter most to results; exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from rlhf_spmd.command_line.version import version_text
+        from rlhf_spmd.runtime.records.software import software
 
-        print(version_text())
+        texts = [f"{name.replace('rlhf_spmd', PROGRAM)} {text}" for name, text in software().items()]
+        print("\n".join(texts))
         parser.exit()
 
 
@@ -145,10 +143,10 @@ def parser(text: str) -> argparse.ArgumentParser:
 
 def arguments_of(verb: str) -> dict[str, Any]:
     """Returns the arguments of a subcommand, by name."""
-    found = dict(VERBS[verb].get("arguments", {}))
+    arguments = dict(VERBS[verb].get("arguments", {}))
     for group in VERBS[verb].get("shared", ()):
-        found |= TABLE["shared"][group]
-    return found
+        arguments |= TABLE["shared"][group]
+    return arguments
 
 
 def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
@@ -163,24 +161,19 @@ def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
         check_known("subcommand", words[0], VERBS)
     foreign = _foreign_words(words)
     parsed, rest = parser(text).parse_known_args(words[: len(words) - len(foreign)])
-    parsed.words = foreign
-    verb = parsed.verb
+    parsed.words, verb = foreign, parsed.verb
     for word in rest:
         if word.startswith("-"):
             raise UserError(f"unknown argument {word!r}{_hint(word, parsed)}; write --NAME VALUE, or KEY=VALUE")
     if verb in CHECKED:
         rest = [*parsed.strategies, *rest]
-        names = [word for word in rest if "=" not in word or word.endswith(".py")]
-        if verb != "draw":  # which takes several
-            names = names[:1] + [word for word in names[1:] if "=" not in word]
-        parsed.strategies, rest = names, [word for word in rest if word not in names]
-        if not parsed.strategies and parsed.config is None:
+        names = parsed.strategies = [word for word in rest if "=" not in word]
+        rest = [word for word in rest if "=" in word]
+        if not names and parsed.config is None:
             raise UserError(f"{verb} lacks the name or file of a STRATEGY ({PROGRAM} {verb} --help lists the options)")
-        if verb != "draw" and len(parsed.strategies) > 1:
-            extra = ", ".join(parsed.strategies[1:])
-            raise UserError(f"{verb} takes one strategy: drop {extra}, or compare them with `draw`")
-        if verb != "draw":
-            parsed.strategy = next(iter(parsed.strategies), None)
+        if verb != "draw" and len(names) > 1:
+            raise UserError(f"{verb} takes one strategy: drop {', '.join(names[1:])}, or compare them with `draw`")
+        parsed.strategy = next(iter(names), None)
     for word in rest:
         if "words" not in VERBS[verb] or "=" not in word:
             raise UserError(f"unknown argument {word!r} ({PROGRAM} {verb} --help lists the options)")

@@ -1,7 +1,7 @@
 """From the arguments of a command line to a configuration, a cluster and a calibration."""
 
 import argparse
-from dataclasses import replace
+from collections.abc import Sequence
 
 from rlhf_spmd.command_line.arguments import CHECKED
 from rlhf_spmd.command_line.checks import num_rows
@@ -16,57 +16,52 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 
 DEFAULT_STRATEGY = "flattening"
+TRAINING = ("train", "evaluate")  # verbs that run the code that the file of a run names
 NO_STRATEGY = ("plan", "profile")  # verbs that run none
 
 
 def read_words(parsed: argparse.Namespace) -> None:
     """Reads the file of --config, and completes the options that it names. Options of its strategy are left out where
     the command line names another strategy, and where the planner chooses. Raises UserError."""
-    file = trusted(parsed, read_config_file(parsed.config))
-    own = file.words.get("strategy", DEFAULT_STRATEGY)
-    named = getattr(parsed, "strategies", None) or [one for one in [getattr(parsed, "strategy", None)] if one]
+    file = read_config_file(parsed.config)
+    named = getattr(parsed, "strategies", None) or list(filter(None, [getattr(parsed, "strategy", None)]))
+    if parsed.verb != "generate" and (parsed.verb not in TRAINING or getattr(parsed, "dry_run", False)):
+        refuse_code(parsed, file, named)
+    strategy = file.words.get("strategy", DEFAULT_STRATEGY)
     if parsed.verb in CHECKED and not named:
-        if own == "auto":
+        if strategy == "auto":
             raise UserError(
                 f"{file.path}: strategy auto is planned when a run starts: name a strategy after `{parsed.verb}`, or "
                 "let `plan` write one"
             )
-        parsed.strategies = [own]
-    if parsed.verb == "plan" or (named and own not in named):
+        parsed.strategies, parsed.strategy = [strategy], strategy
+    if parsed.verb == "plan" or (named and strategy not in named):
         file = file.without(lambda key: key.startswith("strategy."))
-    on_devices = any(getattr(parsed, name, None) for name in ("layout", "cluster"))
+    has_cluster = any(getattr(parsed, name, None) for name in ("layout", "cluster"))
     for name in ("strategy", "layout", "cluster", "calibration", "runs", "name"):
-        if not (on_devices and name in ("layout", "cluster")) and getattr(parsed, name, "") is None:
-            one = parsed.verb in CHECKED and parsed.verb != "draw" and name == "strategy"
-            setattr(parsed, name, own if one else file.words.get(name))
+        if getattr(parsed, name, "") is None and not (has_cluster and name in ("layout", "cluster")):
+            setattr(parsed, name, file.words.get(name))
     parsed.file = file
 
 
-def trusted(parsed: argparse.Namespace, file: ConfigFile) -> ConfigFile:
-    """Returns a file of options. If a run wrote the file, a subcommand that does not train runs no code from it: such
-    code must be named on the command line. Raises UserError."""
-    trains = parsed.verb in ("train", "evaluate") and not getattr(parsed, "dry_run", False)
-    code = {} if trains else file.code
-    if parsed.verb == "generate":  # which needs neither
-        words = {word: text for word, text in file.words.items() if word not in ("algorithm", "strategy")}
-        return replace(file, words=words, page=None).without(code.__contains__) if code else file
-    strategy = getattr(parsed, "strategies", None) or getattr(parsed, "strategy", None)
-    given = {"algorithm": parsed.algorithm, "strategy": strategy or parsed.verb in NO_STRATEGY}
-    for what, is_given in given.items():
-        if what in code and not is_given:
-            option = f"{parsed.verb} " if what == "strategy" and parsed.verb in CHECKED else f"--{what} "
+def refuse_code(parsed: argparse.Namespace, file: ConfigFile, strategies: Sequence[str]) -> None:
+    """Raises UserError if a run wrote the file, and code that it names would be run by a subcommand that does not
+    train: such code must be named on the command line."""
+    named = {"algorithm": parsed.algorithm, "strategy": strategies or parsed.verb in NO_STRATEGY}
+    for word, is_named in named.items():
+        if word in file.code and not is_named:
+            option = f"{parsed.verb} " if word == "strategy" and parsed.verb in CHECKED else f"--{word} "
             raise UserError(
-                f"{file.path}: the {what} {code[what]} comes from a run's folder, and {parsed.verb} runs no such code; "
-                f"if you trust it, name it yourself: {option}{code[what]}"
+                f"{file.path}: the {word} {file.code[word]} comes from a run's folder, and {parsed.verb} runs no such "
+                f"code; if you trust it, name it yourself: {option}{file.code[word]}"
             )
-    return file
 
 
 def code_note(file: ConfigFile | None) -> str:
     """Returns what a run is to say about the code that the file of another run names; empty if there is none."""
-    if file is None or not (code := file.code):
+    if file is None or not file.code:
         return ""
-    named = ", ".join(f"{name} {text}" for name, text in code.items())
+    named = ", ".join(f"{name} {text}" for name, text in file.code.items())
     return f"note: this runs code that {file.path} names: {named}"
 
 

@@ -36,8 +36,8 @@ def check_options(config: Config) -> None:
     check_temperature("eval.temperature", config.eval.temperature)
     check_template_kwargs(TEMPLATE_KWARGS, config.data.chat_template_kwargs)
     options, problems = options_of(config), []
-    rules = [*_of_training(config), *_of_data(config), *_of_rewards(config), *_of_adapters(config)]
-    for keys, broken, text in [*rules, *_without_effect(config)]:
+    rules = (_of_training, _of_data, _of_rewards, _of_environments, _of_adapters, _without_effect)
+    for keys, broken, text in (rule for rules_of in rules for rule in rules_of(config)):
         if broken:
             given = [f"{key}={text_of(options[key].value)}" for key in keys.split()]
             problems.append(f"{', '.join(given)}: {text}")
@@ -55,7 +55,9 @@ def _without_effect(config: Config) -> Iterator[Rule]:
     generates = config.algorithm.workflow(config.options).generate_calls
     adapters = any(map(config.adapters, config.algorithm.roles))
     folders = any(config.files(role).adapter for role in config.algorithm.roles)
-    needs = [  # beginnings of keys, whether they have an effect, what they need
+    needs: list[
+        tuple[tuple[str, ...], object, str]
+    ] = [  # beginnings of keys, whether they have an effect, what they need
         (("episode.", "forecast_episodes", environment), config.environment, "environment=FILE.py:NAME"),
         (("eval.", "checkpoint.best"), evaluates, "eval.prompts=FILE"),
         (tuple(f"eval.{name}" for name in GENERATED), generates or not evaluates, "an algorithm that generates"),
@@ -68,6 +70,9 @@ def _without_effect(config: Config) -> Iterator[Rule]:
         (("reward_workers", "reward_weights"), config.reward_function, "reward_function=FILE.py:NAME"),
         (("reward_timeout_s",), config.reward_workers, "reward_workers=2, processes that can be ended"),
     ]
+    for role in config.lora.roles:
+        keys = tuple(f"lora.{role}.{name.removeprefix('lora.')}" for name in ADAPTERS)
+        needs.append((keys, config.adapters(role), f"lora.{role}.rank=16"))
     for key, option in options_of(config).items():
         usual = {part.name: part.default for part in dataclasses.fields(option.owner)}
         for starts, has_effect, needed in needs:
@@ -75,75 +80,142 @@ def _without_effect(config: Config) -> Iterator[Rule]:
                 yield key, not has_effect, f"it has no effect without {needed}; give that, or drop the option"
 
 
-def _of_training(config: Config) -> Iterator[Rule]:
+def _of_training(config: Config) -> list[Rule]:
     generation, optimizer = config.generation, config.optimizer
-    limits = "generation.min_new_tokens generation.max_new_tokens"
+    batch, limits = "rollout_batch samples_per_prompt mini_batch", "generation.min_new_tokens generation.max_new_tokens"
     sequences = config.rollout_batch * config.samples_per_prompt
-    text = f"{sequences} sequences are not a multiple of mini_batch; change one of them"
-    yield "rollout_batch samples_per_prompt mini_batch", sequences % config.mini_batch, text
-    text = (
-        f"an iteration has at most {MOST_SEQUENCES:,} sequences and {MOST_STEPS:,} optimizer steps; lower one of them"
-    )
     num_steps = sequences // config.mini_batch * int(config.options.epochs)
-    key = f"rollout_batch samples_per_prompt mini_batch {config.algorithm.name}.epochs"
-    yield key, sequences > MOST_SEQUENCES or num_steps > MOST_STEPS, text
     restricts = (generation.top_p < 1 or generation.min_p > 0) and not generation.top_k
-    text = "top_p and min_p need it, which bounds the sets that are stored; e.g. generation.top_k=200"
-    yield "generation.top_k", restricts, text
-    is_more = generation.min_new_tokens > generation.max_new_tokens
-    yield limits, is_more, "the first is larger than the second; lower it"
-    keys, both = "optimizer.warmup_steps optimizer.warmup_ratio", optimizer.warmup_steps and optimizer.warmup_ratio
-    yield keys, both, "both say how long the warm-up is: give one of them"
+    return [
+        (
+            batch,
+            sequences % config.mini_batch,
+            f"{sequences} sequences are not a multiple of mini_batch; change one of them",
+        ),
+        (
+            f"{batch} {config.algorithm.name}.epochs",
+            sequences > MOST_SEQUENCES or num_steps > MOST_STEPS,
+            f"an iteration has at most {MOST_SEQUENCES:,} sequences and {MOST_STEPS:,} optimizer steps; lower one of "
+            "them",
+        ),
+        (
+            "generation.top_k",
+            restricts,
+            "top_p and min_p need it, which bounds the sets that are stored; e.g. generation.top_k=200",
+        ),
+        (
+            limits,
+            generation.min_new_tokens > generation.max_new_tokens,
+            "the first is larger than the second; lower it",
+        ),
+        (
+            "optimizer.warmup_steps optimizer.warmup_ratio",
+            optimizer.warmup_steps and optimizer.warmup_ratio,
+            "both say how long the warm-up is: give one of them",
+        ),
+    ]
 
 
-def _of_data(config: Config) -> Iterator[Rule]:
+def _of_data(config: Config) -> list[Rule]:
     data, tokens, epochs = config.data, config.mini_batch_tokens, f"{config.algorithm.name}.epochs"
     workflow, roles = config.algorithm.workflow(config.options), config.algorithm.roles
-    differ = data.weights and len(data.weights) != len(prompt_files(config))
-    yield "data.weights data.prompts", differ, "give one weight for each file of prompts"
-    both = data.weights and data.epochs
-    yield "data.epochs data.weights", both, "each file has epochs of its own; give iterations, or drop data.weights"
     computes = any(isinstance(call, Generate | Compute) or roles[call.model].judge for call in workflow.calls)
-    text = (
-        "it is for algorithms that only learn from responses of the data set (sft, reward_model, dpo); drop the option"
-    )
-    yield "mini_batch_tokens", tokens and computes, text
-    passes = tokens and config.options.epochs != 1
-    yield f"mini_batch_tokens {epochs}", passes, "a later pass mixes the steps; give data.epochs in place of it"
-    text = f"the steps of each epoch are counted, of at most {MOST_COUNTED_EPOCHS:,} epochs; give iterations instead"
-    yield "mini_batch_tokens data.epochs", tokens and data.epochs > MOST_COUNTED_EPOCHS, text
-    text = "rows of files with weights are not cut into steps of so many tokens; drop one"
-    yield "mini_batch_tokens data.weights", tokens and data.weights, text
+    return [
+        (
+            "data.weights data.prompts",
+            data.weights and len(data.weights) != len(prompt_files(config)),
+            "give one weight for each file of prompts",
+        ),
+        (
+            "data.epochs data.weights",
+            data.weights and data.epochs,
+            "each file has epochs of its own; give iterations, or drop data.weights",
+        ),
+        (
+            "mini_batch_tokens",
+            tokens and computes,
+            "it is for algorithms that only learn from responses of the data set (sft, reward_model, dpo); drop the "
+            "option",
+        ),
+        (
+            f"mini_batch_tokens {epochs}",
+            tokens and config.options.epochs != 1,
+            "a later pass mixes the steps; give data.epochs in place of it",
+        ),
+        (
+            "mini_batch_tokens data.epochs",
+            tokens and data.epochs > MOST_COUNTED_EPOCHS,
+            f"the steps of each epoch are counted, of at most {MOST_COUNTED_EPOCHS:,} epochs; give iterations instead",
+        ),
+        (
+            "mini_batch_tokens data.weights",
+            tokens and data.weights,
+            "rows of files with weights are not cut into steps of so many tokens; drop one",
+        ),
+    ]
 
 
-def _of_rewards(config: Config) -> Iterator[Rule]:
-    algorithm, options, evaluation = config.algorithm, config.options, config.eval
-    best, episodes, labels = config.checkpoint.best, config.environment, function_labels(config)
-    yield "reward_function", len(set(labels)) < len(labels), "two functions have one name in the log; rename one"
-    differ = config.reward_weights and len(config.reward_weights) != len(split_functions(config.reward_function))
-    yield "reward_weights reward_function", differ, "give one weight for each reward function"
-    is_less = episodes and 0 < config.episode.max_row_tokens < config.generation.max_new_tokens
-    text = "the first limits the drawn tokens too: raise it, or lower the second"
-    yield "episode.max_row_tokens generation.max_new_tokens", is_less, text
-    generates = algorithm.workflow(options).generate_calls
-    yield "environment", episodes and not generates, "the algorithm generates no responses; drop the option"
-    text = "the algorithm has no option old_logprobs; derive its Options from off_policy.Options"
-    yield "environment", episodes and not hasattr(options, OLD), text
-    reads = episodes and getattr(options, OLD, "") == "loglinear"
-    text = "loglinear reads the sampler's logprobs, whose last bits depend on how fast answers come; choose current"
-    yield f"environment {algorithm.name}.{OLD}", reads, text
-    shapes = episodes and getattr(options, "overlong", "") == "shape"
-    text = "shape measures the length of a response of one turn; choose keep or mask"
-    yield f"environment {algorithm.name}.overlong", shapes, text
-    names = [*algorithm.metrics]
-    if generates:
+def _of_rewards(config: Config) -> list[Rule]:
+    algorithm, evaluation, labels = config.algorithm, config.eval, function_labels(config)
+    names, best = [*algorithm.metrics], config.checkpoint.best
+    if algorithm.workflow(config.options).generate_calls:
         names = metric_names(evaluation.samples_per_prompt, function_labels(evaluated(config)))
     is_known = best in names or best.startswith(tuple(f"{name}/" for name in names))
-    text = f"choose a metric of this evaluation: {', '.join(names)}, also of one data source, as in NAME/gsm8k"
-    yield "checkpoint.best", best and evaluation.prompts and not is_known, text
-    is_greedy = evaluation.samples_per_prompt > 1 and not evaluation.temperature
-    text = "greedy responses to a prompt are all the same; give eval.temperature=1, or one sample"
-    yield "eval.samples_per_prompt", evaluation.prompts and is_greedy, text
+    return [
+        (
+            "reward_function",
+            len(set(labels)) < len(labels),
+            "two functions have one name in the log; rename one",
+        ),
+        (
+            "reward_weights reward_function",
+            config.reward_weights and len(config.reward_weights) != len(split_functions(config.reward_function)),
+            "give one weight for each reward function",
+        ),
+        (
+            "checkpoint.best",
+            best and evaluation.prompts and not is_known,
+            f"choose a metric of this evaluation: {', '.join(names)}, also of one data source, as in NAME/gsm8k",
+        ),
+        (
+            "eval.samples_per_prompt",
+            evaluation.prompts and evaluation.samples_per_prompt > 1 and not evaluation.temperature,
+            "greedy responses to a prompt are all the same; give eval.temperature=1, or one sample",
+        ),
+    ]
+
+
+def _of_environments(config: Config) -> list[Rule]:
+    algorithm, options = config.algorithm, config.options
+    if not config.environment:
+        return []
+    return [
+        (
+            "episode.max_row_tokens generation.max_new_tokens",
+            0 < config.episode.max_row_tokens < config.generation.max_new_tokens,
+            "the first limits the drawn tokens too: raise it, or lower the second",
+        ),
+        (
+            "environment",
+            not algorithm.workflow(options).generate_calls,
+            "the algorithm generates no responses; drop the option",
+        ),
+        (
+            "environment",
+            not hasattr(options, OLD),
+            "the algorithm has no option old_logprobs; derive its Options from off_policy.Options",
+        ),
+        (
+            f"environment {algorithm.name}.{OLD}",
+            getattr(options, OLD, "") == "loglinear",
+            "loglinear reads the sampler's logprobs, whose last bits depend on how fast answers come; choose current",
+        ),
+        (
+            f"environment {algorithm.name}.overlong",
+            getattr(options, "overlong", "") == "shape",
+            "shape measures the length of a response of one turn; choose keep or mask",
+        ),
+    ]
 
 
 def _of_adapters(config: Config) -> Iterator[Rule]:
@@ -152,12 +224,8 @@ def _of_adapters(config: Config) -> Iterator[Rule]:
     yield "lora.targets", not lora.targets or set(lora.targets) - set(layers), text
     for role, about in config.algorithm.roles.items():
         files, targets = config.files(role), lora.of_role(role).targets
-        key = f"lora.{role}.targets"
-        if role in lora.roles:
-            yield key, lora.roles[role].targets is not None and set(targets) - set(layers) or not targets, text
-            for name in (name.removeprefix("lora.") for name in ADAPTERS if config.adapters(role) is None):
-                needed = f"it has no effect without lora.{role}.rank=16; give that, or drop the option"
-                yield f"lora.{role}.{name}", getattr(lora.roles[role], name) is not None, needed
+        if role in lora.roles and lora.roles[role].targets is not None:
+            yield f"lora.{role}.targets", not targets or set(targets) - set(layers), text
         is_other = config.models[role] and about.head == "lm" and has_own_head(files)
         yield f"models.{role}", is_other, "it is an adapter of a critic or reward model; give one of a language model"
         base = lora.base and files.adapter and other_base(files.adapter, lora.base)

@@ -3,7 +3,7 @@
 Imports neither torch nor MPI, so that `check` starts at once.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from rlhf_spmd.algorithms.page import Options
 from rlhf_spmd.config.checks import check_options
 from rlhf_spmd.config.file import ConfigFile
 from rlhf_spmd.config.options import LR, Config, DataOptions, Episode, Evaluation, Generation, Optimizer, overridden
-from rlhf_spmd.config.role_shapes import named_shapes, shape_text, shapes_by_role
+from rlhf_spmd.config.role_shapes import shape_text, shapes_by_role
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.adapters.uniform import base_folder
 from rlhf_spmd.model.config import read_config_json
@@ -168,13 +168,6 @@ def _optimizer(rates: Mapping[str, float]) -> Optimizer:
     return Optimizer(lr=rates, beta2=0.95, eps=1e-5)
 
 
-def _with_samples(config: Config) -> Config:
-    """Keeps the preset's number of sequences: as many responses to a prompt as the algorithm needs, to fewer
-    prompts."""
-    samples = config.algorithm.samples
-    return replace(config, samples_per_prompt=samples, rollout_batch=max(1, config.rollout_batch // samples))
-
-
 ALGORITHMS = {"arithmetic": "grpo", "tools": "grpo"}  # of presets that are not for PPO, unless another one is named
 PRESETS = {"tiny": tiny, "arithmetic": arithmetic, "tools": tools, "model": for_model, "smollm2": smollm2} | {
     name: partial(_of_shape, name) for name in SHAPES
@@ -200,69 +193,57 @@ def load(
     """
     if model == "":
         raise UserError("--model is empty: give a folder (a variable that is not set?)")
-    file = file or ConfigFile("")
-    named = preset or file.words.get("preset")
-    loaded, file = _algorithm(algorithm, file, ALGORITHMS.get(named or "", "ppo"))
+    file, overrides = file or ConfigFile(""), [*overrides]
+    preset = preset or file.words.get("preset")
+    page, file = _algorithm(algorithm, file, ALGORITHMS.get(preset or "", "ppo"))
     if model:
-        file = file.without(f"models.{next(iter(loaded.roles))}".__eq__)
+        file = file.without(f"models.{next(iter(page.roles))}".__eq__)
     model = model or file.words.get("model")
-    preset = named or ("model" if model else "tiny")
+    preset = preset or ("model" if model else "tiny")
     check_known("preset", preset, PRESETS)
-    overrides = [*overrides]
-    words = settings_of(overrides)
+    given = {setting.key: setting.value for setting in (*file.given, *settings_of(overrides))}
     if preset == "model":
-        base = next((str(one.value) for one in reversed([*file.given, *words]) if one.key == "lora.base"), "")
-        before = for_model(loaded, base_folder(model, base) if model else model, on_gpu=on_gpu)
+        before = for_model(page, model and base_folder(model, str(given.get("lora.base", ""))), on_gpu=on_gpu)
     else:
-        before = PRESETS[preset](loaded)
-    config = before = _with_samples(before)
+        before = PRESETS[preset](page)
+    # as many responses to a prompt as the algorithm needs, to fewer prompts
+    prompts = max(1, before.rollout_batch // page.samples)
+    config = before = replace(before, samples_per_prompt=page.samples, rollout_batch=prompts)
     if model:
-        judges = {role: folder for role, folder in config.models.items() if loaded.roles[role].judge}
+        judges = {role: folder for role, folder in config.models.items() if page.roles[role].judge}
         config = replace(config, models=judges | {config.main_role: model})
-    config = overridden(config, overrides, file.given)
-    config = _with_adapter_rates(config, {one.key for one in (*file.given, *words)})
-    if loaded.responses and config.data.prompts != before.data.prompts and config.eval.prompts == before.eval.prompts:
+    config = _with_adapter_rates(overridden(config, overrides, file.given), given)
+    if page.responses and config.data.prompts != before.data.prompts and config.eval.prompts == before.eval.prompts:
         config = replace(config, eval=replace(config.eval, prompts=""))  # of other rows
     if before.eval.prompts and not config.eval.prompts:  # the other options of the preset's evaluation go with it
         values = {part.name: getattr(config.eval, part.name) for part in fields(Evaluation)}
-        kept = {name: value for name, value in values.items() if value != getattr(before.eval, name)}
-        config = replace(config, eval=Evaluation(**kept))
+        changed = {name: value for name, value in values.items() if value != getattr(before.eval, name)}
+        config = replace(config, eval=Evaluation(**changed))
     if config.main_folder:  # the shape of a checkpoint replaces the preset's
         if config.shape not in (before.shape, ""):
             raise UserError(f"shape={config.shape}: {config.main_folder} has a shape of its own; drop one of the two")
         config = replace(config, shape="")
     elif config.shape:
-        config = replace(config, shape=_shapes(config, before.shape))
+        for role, folder in config.models.items():
+            if folder and f"{role}=" in config.shape:
+                raise UserError(
+                    f"shape={config.shape}: {role} has the shape of models.{role}={folder}; drop one of the two"
+                )
+        config = replace(config, shape=shape_text(shapes_by_role(config.shape, page.roles, before.shape)))
     check_options(config)
     return config
 
 
-def _with_adapter_rates(config: Config, given: set[str]) -> Config:
+def _with_adapter_rates(config: Config, given: Container[str]) -> Config:
     """Multiplies the learning rates of adapters by ten ("LoRA without regret", 2025).
 
     given: the keys of options that the user gives, whose rates stay.
     """
-    rates = {
-        role: _ten_times(rate) if config.adapters(role) and f"optimizer.{role}{LR}" not in given else rate
-        for role, rate in config.optimizer.lr.items()
-    }
+    rates = dict(config.optimizer.lr)
+    for role, rate in rates.items():
+        if config.adapters(role) and f"optimizer.{role}{LR}" not in given:
+            rates[role] = float(f"{10 * rate:.12g}")  # 0.003 rather than 0.0029999999999999996
     return replace(config, optimizer=replace(config.optimizer, lr=rates))
-
-
-def _ten_times(rate: float) -> float:
-    return float(f"{10 * rate:.12g}")  # 0.003 rather than 0.0029999999999999996
-
-
-def _shapes(config: Config, default: str) -> str:
-    """Returns the shapes of all roles as an option. default: of roles that are not named. Raises UserError for unknown
-    names, and for a role that has both a shape and a folder."""
-    roles = config.algorithm.roles
-    for role in named_shapes(config.shape, roles):
-        if folder := config.models[role]:
-            raise UserError(
-                f"shape={config.shape}: {role} has the shape of models.{role}={folder}; drop one of the two"
-            )
-    return shape_text(shapes_by_role(config.shape, roles, default))
 
 
 def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algorithm, ConfigFile]:
@@ -272,9 +253,9 @@ def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algori
     """
     title = file.words.get("algorithm", default)
     before = file.page or title
-    if name in (None, before) or Path(str(name)).absolute() == Path(before).absolute():
+    if name is None or Path(name).absolute() == Path(before).absolute():
         return load_algorithm(before, title if file.page and "algorithm" in file.words else None), file
-    loaded = load_algorithm(name)
+    page = load_algorithm(name)
 
     def is_of_another(key: str) -> bool:
         group, _, option = key.partition(".")
@@ -282,12 +263,13 @@ def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algori
         if group == "optimizer":
             role = option.removesuffix(LR) if option.endswith(LR) else ""
         names_role = group == "models" or (group == "optimizer" and role) or (group == "lora" and dot)
-        return group == Path(title).stem or bool(names_role and role not in loaded.roles)
+        return group == Path(title).stem or bool(names_role and role not in page.roles)
 
-    return loaded, file.without(is_of_another)
+    return page, file.without(is_of_another)
 
 
 def all_keys(file: ConfigFile | None = None) -> list[str]:
     """Returns every key that an override may set in a run of PPO, or of the algorithm that a file names."""
     file = file or ConfigFile("")
-    return keys_of(tiny(_algorithm(None, file, ALGORITHMS.get(file.words.get("preset", ""), "ppo"))[0]))
+    page, _ = _algorithm(None, file, ALGORITHMS.get(file.words.get("preset", ""), "ppo"))
+    return keys_of(Config(preset="", algorithm=page))

@@ -67,7 +67,7 @@ class Stream(io.TextIOWrapper):
                 text = f"standard output can't be written ({error.strerror}): print to another file or disk"
                 raise UserError(text) from error
             if self.speaks:
-                _go_on_without(error)
+                _write(f"{NOTE}standard output can't be written ({error.strerror}): the run goes on without it")
 
 
 def prepare(*, is_work: bool, speaks: bool = True) -> None:
@@ -76,40 +76,24 @@ def prepare(*, is_work: bool, speaks: bool = True) -> None:
     is_work: what is printed is the work of this process, so an output that can't be written ends it: with
     BrokenPipeError if the reader has left, else UserError. Otherwise it goes on without, and says so once if it speaks.
     """
-    is_closed = sys.stdout is None
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed: its number would be given to the next file, which would get what is printed
+            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+    for name, descriptor in (("stdout", 1), ("stderr", ERRORS)):
         before: Any = getattr(sys, name)
-        if before is None:  # its number would be given to the next file, which would get what is printed
-            before = os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8")
-            os.set_inheritable(before.fileno(), True)
-            setattr(sys, name, before)
-            setattr(sys, f"__{name}__", before)
-        if mode == "w":
-            is_line, at_once = name == "stderr" or before.isatty(), getattr(before, "write_through", False)
-            raw = io.FileIO(before.fileno(), "w", closefd=False)
-            buffer = raw if at_once else io.BufferedWriter(raw)
-            stream = Stream(buffer, before.encoding, "backslashreplace", None, is_line, at_once)
-            stream.wrote_s = time.monotonic()
-            stream.is_work, stream.speaks = is_work and name == "stdout", speaks
-            setattr(sys, name, stream)
-    if is_closed and speaks and not is_work:
-        _go_on_without("it is closed")
-
-
-def _go_on_without(reason: object) -> None:
-    text = getattr(reason, "strerror", None) or reason
-    _write(f"{NOTE}standard output can't be written ({text}): the run goes on without it")
-
-
-def put(text: str, stream: TextIO) -> bool:
-    """Prints a line -> whether a further one may be printed: a stream that is closed takes no more."""
-    try:
-        stream.write(printable(text) + "\n")
-        stream.flush()
-    except (AttributeError, OSError, ValueError) as error:
-        _go_on_without(error)
-        return False
-    return True
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        at_once = getattr(before, "write_through", False)
+        encoding = before.encoding if before else "utf-8"
+        is_line = name == "stderr" or raw.isatty()
+        stream = Stream(
+            raw if at_once else io.BufferedWriter(raw), encoding, "backslashreplace", None, is_line, at_once
+        )
+        stream.wrote_s = time.monotonic()
+        stream.is_work, stream.speaks = is_work and name == "stdout", speaks
+        setattr(sys, name, stream)
 
 
 def say(text: str) -> None:

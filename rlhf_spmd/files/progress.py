@@ -7,7 +7,6 @@ when it shows one.
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,5 +83,5 @@ def _run(over: threading.Event, in_place: bool) -> None:
         if in_place and output.silent_s() >= TICK_S:
             output.show_passing(text)
         elif not in_place and output.silent_s() >= SILENT_S:
-            output.put(text, sys.stdout)
+            print(text, flush=True)
     output.show_passing("")

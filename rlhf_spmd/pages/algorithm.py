@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.functions import COMPANIONS, PageFunction, bound, check_call, words_of
-from rlhf_spmd.pages.user_module import calling, described, load_module, modules_in, named
+from rlhf_spmd.pages.user_module import calling, described, load_module, modules_in, naming
 from rlhf_spmd.plan.calls import Compute, LossCall, Train, Workflow
 from rlhf_spmd.plan.runtime_words import PROMPTS, Shape
 from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models, Role, trace
@@ -69,17 +69,17 @@ class Algorithm:
     @property
     def responses(self) -> dict[str, str]:
         """The responses that the data set has: key -> column."""
-        return {key: one for key, one in self.data.items() if isinstance(one, str) and key != PROMPTS}
+        return {key: name for key, name in self.data.items() if isinstance(name, str) and key != PROMPTS}
 
     @property
     def row_numbers(self) -> dict[str, page.Number]:
         """The numbers of rows that the data set has, by key."""
-        return {key: one for key, one in self.data.items() if isinstance(one, page.Number)}
+        return {key: number for key, number in self.data.items() if isinstance(number, page.Number)}
 
     @property
     def assistant_tokens(self) -> str:
         """The key of page.AssistantTokens; empty if there is none."""
-        return next((key for key, one in self.data.items() if isinstance(one, page.AssistantTokens)), "")
+        return next((key for key, value in self.data.items() if isinstance(value, page.AssistantTokens)), "")
 
     def over(self, metric: str) -> str:
         """Returns how the values of a metric are aggregated in an iteration (page.Metric)."""
@@ -101,13 +101,11 @@ class Algorithm:
             with self.calling("workflow", self.module.workflow):
                 self.module.workflow(options=options, model=model, compute=compute, **data)
 
-        try:
-            shapes: dict[str, Shape] = {key: "prompt" if key == PROMPTS else "response" for key in self.data}
-            shapes |= dict.fromkeys(self.row_numbers, "row")
-            shapes |= {self.assistant_tokens: "token"} if self.assistant_tokens else {}
+        shapes: dict[str, Shape] = {key: "prompt" if key == PROMPTS else "response" for key in self.data}
+        shapes |= dict.fromkeys(self.row_numbers, "row")
+        shapes |= {self.assistant_tokens: "token"} if self.assistant_tokens else {}
+        with naming(f"algorithm {self.name}: "):
             return trace(on_symbols, self.roles, shapes, replay=replay, episodes=episodes)
-        except UserError as error:
-            raise named(error, f"algorithm {self.name}: ") from error
 
     def function(self, name: str, module: str = "") -> PageFunction:
         """Finds the function that a call names, and its companions. Raises UserError if there is no such function.
@@ -115,20 +113,17 @@ class Algorithm:
         module: that it is from; empty: it is looked up in the page, then in FUNCTIONS. A companion must be where that
             function is, so that a page's function gets none of a shared function of the same name.
         """
-        if module and module not in FUNCTIONS:
-            raise UserError(f"algorithm {self.name}: {module}.{name}: functions are in {', '.join(FUNCTIONS)}")
         shared = [importlib.import_module(f"rlhf_spmd.algorithms.{place}") for place in FUNCTIONS]
         places = [place for place in [self.module, *shared] if not module or place.__name__.endswith(f".{module}")]
         function = next((getattr(place, name) for place in places if callable(getattr(place, name, None))), None)
         if function is None:
-            where = f"{module}.py" if module else f"the page or in {', '.join(f'{place}.py' for place in FUNCTIONS)}"
+            where = module or f"the page or in {', '.join(FUNCTIONS)}"
             raise UserError(f"algorithm {self.name}: no function {name} is in {where}; write it there")
         same = [place for place in places if getattr(place, name, None) is function]
-
-        def companion(suffix: str) -> Callable[..., Any] | None:
-            return next((getattr(place, name + suffix) for place in same if hasattr(place, name + suffix)), None)
-
-        sums, prepare, finish = map(companion, COMPANIONS)
+        sums, prepare, finish = (
+            next((getattr(place, name + suffix) for place in same if hasattr(place, name + suffix)), None)
+            for suffix in COMPANIONS
+        )
         return PageFunction(name, function, sums, prepare, finish, words_of(function))
 
     def functions(self, workflow: Workflow) -> dict[str, PageFunction]:
@@ -202,10 +197,10 @@ class Algorithm:
             return None
         function = getattr(self.module, name)
         with self.calling(name, function, lets=WRONG_VALUES if name == "read_state" else ()):
-            made = function(**arguments)
-        if not isinstance(made, self.module.State):
-            raise UserError(f"algorithm {self.name}: {name}() returned a {type(made).__name__}; return a State")
-        return made
+            state = function(**arguments)
+        if not isinstance(state, self.module.State):
+            raise UserError(f"algorithm {self.name}: {name}() returned a {type(state).__name__}; return a State")
+        return state
 
     def check_state(self, options: page.Options) -> None:
         """Raises UserError if a checkpoint could not hold the state, or if `after_iteration` cannot be called: both
@@ -215,17 +210,13 @@ class Algorithm:
         state = self.initial_state(options)
         try:
             inspect.signature(self.module.after_iteration).bind(**dict.fromkeys(OF_ITERATION))
-            again = self.read_state(json.loads(json.dumps(dataclasses.asdict(state))))
+            if self.read_state(json.loads(json.dumps(dataclasses.asdict(state)))) != state:
+                raise ValueError("read_state() makes another State of its values")
         except (*WRONG_VALUES, RecursionError) as error:
             raise UserError(
                 f"algorithm {self.name}: the state cannot be kept in a checkpoint, as JSON, or after_iteration does "
                 f"not take {', '.join(OF_ITERATION)} by these names: {described(error, self.module.read_state)}"
             ) from None
-        if again != state:
-            raise UserError(
-                f"algorithm {self.name}: read_state() makes {again!r:.100} of the values of {state!r:.100}; return the "
-                "same State"
-            )
 
     def numbers(self, options: page.Options, state: Any) -> dict[str, Any]:
         """Returns the arguments of functions besides data, by name: every option and every part of the state."""
@@ -240,10 +231,8 @@ def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Opti
     numbers = algorithm.numbers(options, algorithm.initial_state(options))
     for call in workflow.calls:
         if isinstance(call, Compute | Train):
-            try:
+            with naming(f"algorithm {algorithm.name}: "):
                 check_call(algorithm.function(call.function, call.module), workflow, call, numbers)
-            except UserError as error:
-                raise named(error, f"algorithm {algorithm.name}: ") from None
 
 
 def algorithm_names() -> list[str]:
@@ -297,6 +286,8 @@ def _problem(module: ModuleType) -> str:
     if "__dataclass_fields__" not in vars(module.Options):  # @dataclass is not inherited
         return "Options is not a dataclass of its own: write @dataclass before it"
     words = (*OF_WORKFLOW, *module.DATA)
+    columns = [key for key, column in module.DATA.items() if isinstance(column, str)]
+    roles = module.ROLES
     try:
         module.Options()
         for metric in module.METRICS.values():
@@ -307,16 +298,17 @@ def _problem(module: ModuleType) -> str:
             "each option needs a default, each form of METRICS writes a number, and workflow() is called with "
             f"{', '.join(words)} by their names ({error})"
         )
-    columns = [key for key, column in module.DATA.items() if isinstance(column, str)]
     if PROMPTS not in columns:
         return f"DATA has no {PROMPTS} with the name of a column"
     if len(columns) != 2 and any(isinstance(column, page.AssistantTokens) for column in module.DATA.values()):
         return "DATA has AssistantTokens, which are for one key of responses"
     if len({hasattr(module, name) for name in STATEFUL}) > 1:
         return f"it has some of {', '.join(STATEFUL)} and not all of them"
-    for name, role in module.ROLES.items():
-        if role.lr is not None and not 0 < role.lr < math.inf:
-            return f"the role {name} has lr={role.lr!r}; give a positive number, or None if it never trains"
-        if not set(role.starts_from) <= module.ROLES.keys():
-            return f"{name} starts from {', '.join(role.starts_from)}, and not all of these are roles"
+    for name, role in roles.items():
+        if role.lr is not None and not 0 < role.lr < math.inf or not set(role.starts_from) <= roles.keys():
+            starts = ", ".join(role.starts_from) or "none"
+            return (
+                f"the role {name} has lr={role.lr!r} and starts from {starts}: give a positive number, or None if it "
+                "never trains, and roles of this page"
+            )
     return ""

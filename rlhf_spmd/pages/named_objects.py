@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.errors import UserError, pass_on_interrupt
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file, why_no_file
 from rlhf_spmd.pages.option_suggestions import did_you_mean
-from rlhf_spmd.pages.user_module import described, import_file
+from rlhf_spmd.pages.user_module import described, import_file, pass_on_interrupt
 
 
 def load_named(spec: str, what: str) -> Any:

@@ -92,37 +92,44 @@ def keys_of(tree: OptionTree) -> list[str]:
 
 
 def _options(
-    node: Any, group_name: Callable[[str], str] = str, besides: Sequence[str] = ()
+    node: Any,
+    group_name: Callable[[str], str] = str,
+    besides: Sequence[str] = (),
+    path: tuple[str, ...] = (),
+    prefix: str = "",
+    form_prefix: str = "",
 ) -> Iterator[tuple[str, Option]]:
-    for part, annotation, form in _fields(node.__class__):
-        value, path = getattr(node, part.name), (part.name,)
+    """Yields the options below a node, which `path` leads to. prefix: of their keys, and of their forms."""
+    cls: type = node.__class__
+    for part, annotation, form in _fields(cls):
         if part.name in besides:
             continue
+        place, value = (*path, part.name), getattr(node, part.name)
+        values = {place: (group_name(part.name), value)}
         if form:
-            for name, inner in value.items():
-                key = CAPITALS.sub(name, form)
-                if is_dataclass(inner):
-                    for leaf, one in _options(inner):
-                        yield f"{key}.{leaf}", one._replace(path=(*path, name, *one.path), form=f"{form}.{leaf}")
-                else:
-                    yield key, Option(get_args(annotation)[1], inner, (*path, name), type(node), part.name, form)
-        elif is_dataclass(value):
-            group = group_name(part.name)
-            for key, one in _options(value):
-                form = f"{group}.{one.form}" if one.form else ""
-                yield f"{group}.{key}", one._replace(path=(*path, *one.path), form=form)
-        else:
-            yield part.name, Option(annotation, value, path, type(node), part.name)
+            values = {(*place, name): (CAPITALS.sub(name, form), inner) for name, inner in value.items()}
+        for inner_path, (name, inner) in values.items():
+            key, whole_form = f"{prefix}{name}", f"{form_prefix}{form or name}"
+            if is_dataclass(inner):
+                yield from _options(inner, path=inner_path, prefix=f"{key}.", form_prefix=f"{whole_form}.")
+            else:
+                yield (
+                    key,
+                    Option(annotation, inner, inner_path, cls, part.name, "" if whole_form == key else whole_form),
+                )
 
 
 @cache
 def _fields(cls: type) -> list[tuple[Field[Any], Any, str]]:
-    """Returns the fields of a dataclass, each with its type and the form of ByName."""
-    found, hints = [], get_type_hints(cls, include_extras=True)
+    """Returns the fields of a dataclass, each with the type of its value, or of its values by name, and the form of
+    ByName."""
+    hints, found = get_type_hints(cls, include_extras=True), []
     for part in fields(cls):
-        annotation = hints[part.name]
-        form = next((one.form for one in getattr(annotation, "__metadata__", ()) if isinstance(one, ByName)), "")
-        found.append((part, get_args(annotation)[0] if form else annotation, form))
+        annotation, form = hints[part.name], ""
+        for by_name in getattr(annotation, "__metadata__", ()):
+            if isinstance(by_name, ByName):
+                annotation, form = get_args(get_args(annotation)[0])[1], by_name.form
+        found.append((part, annotation, form))
     return found
 
 
@@ -130,7 +137,7 @@ def _fields(cls: type) -> list[tuple[Field[Any], Any, str]]:
 def comments_of(cls: type) -> dict[str, str]:
     """Returns the comment on each field of a class and of those that it derives from: the one after it on its last
     line, or else the lines of comment directly above it."""
-    found: dict[str, str] = {}
+    comments: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         lines = inspect.getsource(base).split("\n")
         for node in ast.walk(ast.parse("\n".join(lines))):
@@ -138,8 +145,8 @@ def comments_of(cls: type) -> dict[str, str]:
                 above = itertools.takewhile(COMMENT.match, reversed(lines[: node.lineno - 1]))
                 after = COMMENT.match(lines[(node.end_lineno or 1) - 1][node.end_col_offset or 0 :])
                 texts = [after[0]] if after else [*above][::-1]
-                found[node.target.id] = " ".join(text.lstrip("# ") for text in texts)
-    return found
+                comments[node.target.id] = " ".join(text.lstrip("# ") for text in texts)
+    return comments
 
 
 def with_value(tree: Tree, key: str, value: Any) -> Tree:
@@ -174,24 +181,24 @@ def assigned(tree: Tree, setting: Setting) -> Tree:
 
 def settings_of(words: Iterable[str]) -> list[Setting]:
     """Returns the settings in KEY=VALUE words. Raises UserError."""
-    found = []
+    settings = []
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
             raise UserError(f"argument {word!r} is not of the form KEY=VALUE, e.g. generation.temperature=0.7")
-        found.append(Setting(key, text))
-    return found
+        settings.append(Setting(key, text))
+    return settings
 
 
 def with_settings(tree: Tree, settings: Iterable[Setting], assign: Callable[[Tree, Setting], Tree] = assigned) -> Tree:
     """Returns a copy with these settings, the later of two for an option. assign: sets one. Raises UserError, which has
     a line for each setting that is wrong."""
     problems = []
-    for one in settings:
+    for setting in settings:
         try:
-            tree = assign(tree, one)
+            tree = assign(tree, setting)
         except UserError as error:
-            problems.append(f"{one.where}{error}")
+            problems.append(f"{setting.where}{error}")
     if problems:
         raise UserError("\n".join(problems))
     return tree

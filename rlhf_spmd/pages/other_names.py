@@ -38,7 +38,6 @@ class Name:
     id: str = ""
     of: tuple[str, ...] = ()
     when: Mapping[str, str] = field(default_factory=dict)
-    unless: str = ""
     type: str = "text"
     values: Mapping[str, str] = field(default_factory=dict)
     above: float = 0.0
@@ -71,8 +70,8 @@ def names() -> tuple[Name, ...]:
 
 def _name(kind: Kind, row: Mapping[str, Any]) -> Name:
     theirs = {program: tuple(row.get(program, "").split()) for program in PROGRAMS}
-    settings: dict[str, Any] = {key: tuple(row.get(key, "").split()) for key in LISTS}
-    return Name(kind, theirs, **{key: value for key, value in row.items() if key not in PROGRAMS} | settings)
+    settings: dict[str, Any] = {key: tuple(value.split()) if key in LISTS else value for key, value in row.items()}
+    return Name(kind, theirs, **{key: value for key, value in settings.items() if key not in PROGRAMS})
 
 
 def defaults(program: str, algorithm: str) -> list[Mapping[str, Any]]:
@@ -93,10 +92,10 @@ def find(program: str, key: str) -> tuple[Name, ...]:
 def elsewhere() -> dict[str, list[Name]]:
     """Returns name of an option there, whole and without its groups -> its entries, for suggestions; patterns are left
     out."""
-    found: dict[str, list[Name]] = {}
+    entries: dict[str, list[Name]] = {}
     for name in names():
-        every = [one for theirs in name.theirs.values() for one in theirs] + [*name.also]
-        leaves = dict.fromkeys(every) | {one.rpartition(".")[2]: None for one in every}
-        for leaf in (leaf for leaf in leaves if "*" not in leaf and leaf not in GENERAL):
-            found.setdefault(leaf, []).append(name)
-    return found
+        keys = [*sum(name.theirs.values(), ()), *name.also]
+        for key in dict.fromkeys([*keys, *(key.rpartition(".")[2] for key in keys)]):
+            if "*" not in key and key not in GENERAL:
+                entries.setdefault(key, []).append(name)
+    return entries

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.option_suggestions import check_known
 from rlhf_spmd.pages.option_values import parse_value
-from rlhf_spmd.pages.user_module import calling, load_module, modules_in, named
+from rlhf_spmd.pages.user_module import calling, load_module, modules_in, naming
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
@@ -35,9 +35,11 @@ class Strategy:
     def parameters(self) -> dict[str, inspect.Parameter]:
         """Its options, as parameters of functions."""
         callables: list[Callable[..., Any]] = [self.place, *([self.further] if self.further else [])]
-        found = [one for part in callables for one in inspect.signature(part, eval_str=True).parameters.values()]
+        known: dict[str, inspect.Parameter] = {}
+        for part in callables:
+            known |= inspect.signature(part, eval_str=True).parameters
         by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return {p.name: p for p in found if p.kind in by_name and p.name not in GIVEN}
+        return {name: part for name, part in known.items() if part.kind in by_name and name not in GIVEN}
 
     @property
     def comes_with_package(self) -> bool:
@@ -46,25 +48,20 @@ class Strategy:
 
     def placement(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Placement:
         """Calls place() with typed options. A UserError names this strategy."""
-        who = f"strategy {self.name}: "
-        try:
+        with naming(f"strategy {self.name}: "):
             typed = self.typed(options)
-            with calling(f"{who}place()", self.place, "fix the file"):
+            with calling(f"strategy {self.name}: place()", self.place, "fix the file"):
                 placement = self.place(workload=workload, cluster=cluster, **typed)
-        except UserError as error:
-            raise named(error, who) from error
-        if not isinstance(placement, Placement) or not isinstance(placement.layouts, Mapping):
-            text = f"place() returned {placement!r:.160}, not a Placement; use Placement.by_model(workload, actor=...)"
-            raise UserError(who + text)
+            if not isinstance(placement, Placement) or not isinstance(placement.layouts, Mapping):
+                text = f"place() returned {placement!r:.160}, not a Placement; use "
+                raise UserError(f"{text}Placement.by_model(workload, actor=...)")
         return placement
 
     def compile(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Program:
         """Compiles the program of the placement. A UserError names this strategy."""
         placement = self.placement(workload, cluster, options)
-        try:
+        with naming(f"strategy {self.name}: "):
             return compile_program(workload, placement, cluster)
-        except UserError as error:
-            raise named(error, f"strategy {self.name}: ") from error
 
     def typed(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Converts options to the types of place()'s annotations. Raises UserError for an unknown or wrong one."""

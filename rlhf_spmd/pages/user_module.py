@@ -8,22 +8,23 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from signal import SIGINT, default_int_handler, getsignal, signal
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from rlhf_spmd.errors import UserError, pass_on_interrupt
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import why_no_file
 from rlhf_spmd.pages.option_suggestions import check_known
 
-COOKIE = re.compile(r"^([ \t\f]*#.*?coding[:=][ \t]*)[-\w.]+")  # PEP 263
 NOT_USERS = (str(Path(__file__).parents[1]), "<frozen")  # lines that say nothing about an error in a user's code
+
+_interrupts: list[int] = []  # SIGINTs that this process has received
 
 
 class _Loader(SourceFileLoader):
@@ -48,8 +49,8 @@ def import_file(path: Path, name: str) -> ModuleType:
 
 def modules_in(package: str, besides: tuple[str, ...] = ()) -> list[str]:
     """Returns the names of the public modules of a package, in order, without those in `besides`."""
-    found = [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
-    return sorted(name for name in found if not name.startswith("_") and name not in besides)
+    modules = pkgutil.iter_modules(importlib.import_module(package).__path__)
+    return sorted(module.name for module in modules if not module.name.startswith("_") and module.name not in besides)
 
 
 def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[ModuleType, str]:
@@ -73,11 +74,8 @@ def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[M
 
 
 def source_of(path: Path) -> str:
-    """Returns the text of a Python file. What it says about its encoding is made true for a copy in UTF-8. Raises
-    SyntaxError and UnicodeDecodeError."""
-    lines = importlib.util.decode_source(path.read_bytes()).split("\n")
-    found = (COOKIE.sub(r"\1utf-8", line) if number < 2 else line for number, line in enumerate(lines))
-    return "\n".join(found)
+    """Returns the text of a Python file in UTF-8. Raises UnicodeDecodeError."""
+    return path.read_text(encoding="utf-8")
 
 
 @contextmanager
@@ -97,9 +95,13 @@ def calling(
         raise UserError(f"{who} raised {described(error, function)}; {fix}") from error
 
 
-def named(error: UserError, who: str) -> UserError:
-    """Returns an error whose message begins with the name of a page or strategy, once."""
-    return UserError(who + str(error).removeprefix(who))
+@contextmanager
+def naming(who: str) -> Iterator[None]:
+    """Lets the message of a UserError in the block begin with the name of a page or strategy, once."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(who + str(error).removeprefix(who)) from error
 
 
 def described(error: BaseException, function: Callable[..., Any] | None) -> str:
@@ -112,7 +114,26 @@ def described(error: BaseException, function: Callable[..., Any] | None) -> str:
         text += f": {' '.join(str(error).split())[:300]}".removesuffix(": ")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_USERS)]
     code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    for frame in reversed(own or frames):
+    of_function = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    for frame in reversed(of_function or frames):
         return f"{text} ({frame.filename}, line {frame.lineno}: {frame.line})"
     return text
+
+
+def remember_interrupts() -> None:
+    """Lets `pass_on_interrupt` know from now on whether a SIGINT arrived; call it in the main thread. SIGINT still
+    raises KeyboardInterrupt, unless this process was started to ignore it."""
+    if getsignal(SIGINT) is default_int_handler:
+        signal(SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _interrupts.append(number)
+    default_int_handler(number, frame)
+
+
+def pass_on_interrupt(error: BaseException) -> None:
+    """Raises an error of user code again if it is the user's wish to end the program: a KeyboardInterrupt of a SIGINT;
+    without `remember_interrupts`, any."""
+    if isinstance(error, KeyboardInterrupt) and (_interrupts or getsignal(SIGINT) is default_int_handler):
+        raise error

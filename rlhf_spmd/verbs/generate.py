@@ -50,15 +50,16 @@ def run(world, parsed: argparse.Namespace) -> None:
 
 
 def settings_of(file: ConfigFile) -> list[Setting]:
-    """Returns the settings of a file of --config without those that only a training run has, and without empty groups.
-    Those of an algorithm that a run's file names are not known, because it is not loaded."""
+    """Returns the settings of a file of --config without those that only a training run has, and without empty groups;
+    of a run's own file those of `generate` alone, because its algorithm is not loaded."""
+    if file.of_run:
+        return [setting for setting in file.settings if setting.key in OPTIONS]
     of_training = all_keys(file)
     groups = {key.partition(".")[0] for key in of_training if "." in key}
-
     settings = []
     for setting in file.settings:
-        key, is_empty_group = setting.key, setting.value is None and setting.key in groups
-        is_foreign = file.of_run or key in of_training or key.startswith("strategy.") or is_empty_group
-        if key in OPTIONS or not is_foreign:
+        is_of_training = setting.key in of_training or setting.key.startswith("strategy.")
+        is_empty_group = setting.value is None and setting.key in groups
+        if setting.key in OPTIONS or not (is_of_training or is_empty_group):
             settings.append(setting._replace(also=of_training))
     return settings

@@ -82,7 +82,6 @@ def test_boxed_answers():
 
 
 def test_boxed_answers_say_what_they_need(monkeypatch):
-    rewards._math_verify.cache_clear()
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match="pip install math-verify"):
         of(rewards.boxed_answer, [("a", "b")])

@@ -22,7 +22,7 @@ from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.config.evaluation_metrics import titled
 from rlhf_spmd.files import output, progress
 from rlhf_spmd.files.json_text import finite
-from rlhf_spmd.files.printing import command_lines, formatted
+from rlhf_spmd.files.printing import command_lines, formatted, printable
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample, format_samples
 
 NUMBER, LEFT = "iteration", "left"  # columns that are no metrics: the number, and the time that is left
@@ -218,4 +218,4 @@ class Console:
 
     def _print(self, text: str = "") -> None:
         if self.enabled:
-            self.enabled = output.put(text, self.stream)
+            print(printable(text), file=self.stream, flush=True)

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.errors import UserError, pass_on_interrupt
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.pages.named_objects import extend_import_path, load_named
-from rlhf_spmd.pages.user_module import described
+from rlhf_spmd.pages.user_module import described, pass_on_interrupt
 from rlhf_spmd.runtime.data.readers import FLOAT32_MAX
 from rlhf_spmd.runtime.rewards.styles import Bound, Scored, bind
 

@@ -2,7 +2,6 @@
 on a terminal, at the end of a pseudo-terminal. 3 s."""
 
 import fcntl
-import io
 import os
 import pty
 import shlex
@@ -15,7 +14,6 @@ import time
 import pytest
 
 from rlhf_spmd.files import output
-from rlhf_spmd.runtime.records.console import Console
 from tests.run_mpi import environment_alone
 
 NOTE = "rlhf_spmd: note: standard output can't be written ({}): the run goes on without it\n"
@@ -38,7 +36,6 @@ def run(redirected: str, body: str = TALKS, *, is_work: bool = False, **environm
 @pytest.mark.parametrize(
     ("redirected", "reason"),
     [
-        (">&-", "it is closed"),
         ("> /dev/full", "No space left on device"),
         ("1< /dev/null", "Bad file descriptor"),
     ],
@@ -93,16 +90,6 @@ def test_a_message_does_not_wait_for_a_reader_that_has_stopped(monkeypatch, capf
     output.say("what failed")
     assert time.monotonic() - began < 60 and capfd.readouterr().err == "what failed\n"
     os.close(read)  # ends the thread that waits
-
-
-def test_a_console_whose_stream_was_closed_is_silent(capfd):
-    stream = io.StringIO()
-    console = Console({}, stream=stream)
-    console.note("shown")
-    stream.close()
-    console.note("not shown")
-    console.note("nor this")
-    assert capfd.readouterr().err == NOTE.format("I/O operation on closed file")
 
 
 # The terminal

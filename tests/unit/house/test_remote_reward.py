@@ -92,16 +92,16 @@ def test_a_refusal_is_not_tried_again(serve):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    "spoil",
     [
-        (lambda answer: {"scores": answer["rewards"]}, "is not a JSON object with a list of numbers"),
-        (lambda answer: {"rewards": [*answer["rewards"], 1.0]}, "2 rewards came back for 1 responses"),
-        (lambda answer: {"rewards": [float("nan")]}, "some are not finite"),
-        (lambda answer: {"rewards": 1.0}, "is not a JSON object with a list of numbers"),
+        lambda answer: {"scores": answer["rewards"]},
+        lambda answer: {"rewards": [*answer["rewards"], 1.0]},
+        lambda answer: {"rewards": [float("nan")]},
+        lambda answer: {"rewards": 1.0},
     ],
 )
-def test_answers_that_are_no_scores(spoil, message, serve):
-    with pytest.raises(UserError, match=message):
+def test_answers_that_are_no_scores(spoil, serve):
+    with pytest.raises(UserError, match="is not a JSON object with `rewards`, 1 finite numbers"):
         ask(rewards.remote(serve(spoil=spoil).url), ["abc"])
 
 

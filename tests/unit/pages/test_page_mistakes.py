@@ -67,7 +67,7 @@ WRONG = {
     ),
     "no such function": (
         ("def surrogate(", "def surrogates("),
-        ["no function surrogate is in the page or in advantages.py, group_advantages.py, surrogates.py"],
+        ["no function surrogate is in the page or in advantages, group_advantages, surrogates"],
     ),
     "sums without the functions of it": (
         ('makes={"weights": "token"})', 'makes={"weights": "token"}, sums=True)'),
@@ -92,7 +92,7 @@ WRONG = {
     ),
     "a state that is read otherwise": (
         stateful('values["seen"]', '[values["seen"]]'),
-        ["read_state() makes State(seen=[0]) of the values of State(seen=0)"],
+        ["read_state() makes another State of its values"],
     ),
     "too few parameters after an iteration": (
         stateful("means, weights, num_sequences", "num_sequences"),
@@ -116,7 +116,7 @@ WRONG = {
     ),
     "a start that is no role": (
         ('Role("scalar", judge=True)', 'Role("scalar", judge=True, starts_from=("critic",))'),
-        ["judge starts from critic, and not all of these are roles"],
+        ["the role judge has lr=None and starts from critic: give", "roles of this page"],
     ),
     "an import of nothing": (
         ("from typing import Literal\n", "from typing import Literal\nimport nothing_of_that_name\n"),

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from rlhf_spmd import errors
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages import user_module
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function
 from rlhf_spmd.runtime.rewards.styles import bind
@@ -53,9 +53,9 @@ class Mine(BaseException):
 
 @pytest.mark.parametrize("kind", [Mine, GeneratorExit, SystemExit, KeyboardInterrupt])
 def test_whatever_a_function_raises_is_one_message(kind, monkeypatch):
-    monkeypatch.setattr(errors, "_interrupts", [])
+    monkeypatch.setattr(user_module, "_interrupts", [])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
-    errors.remember_interrupts()
+    user_module.remember_interrupts()
 
     def score(prompts, responses):
         if "b" in responses:
