@@ -52,7 +52,7 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "int": int,
     "positive": partial(_number, int, 1),
     "whole": partial(_number, int, 0),
-    "seconds": partial(_number, float, 1e-9),
+    "seconds": partial(_number, float, 1e-3),
 }
 
 

@@ -3,18 +3,19 @@ that of a cluster, and the share of its devices' memory that is reserved."""
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import is_file, read_bytes
 from rlhf_spmd.pages.option_suggestions import check_known
 from rlhf_spmd.plan.cluster import RESERVE, Cluster
-from rlhf_spmd.plan.cost.calibration import HOST_LINK, SOURCES, VERSION, Calibration, Device, Link, Machine
+from rlhf_spmd.plan.cost.calibration import SOURCES, VERSION, Calibration, Device, Link
 
 MAY_BE_ZERO = (  # all other numbers must be positive
     *("seconds", "layer_s", "decode_layer_s", "decode_reduce_s", "graph_layer_s", "latency_s"),
@@ -22,20 +23,13 @@ MAY_BE_ZERO = (  # all other numbers must be positive
 CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
 
 
-class _CalibrationFile(BaseModel):
-    """A calibration without its name, which is the name of the file. Unknown keys are errors, also in its parts."""
+class _File(BaseModel):
+    """What a file holds, but for its version and the name, which is that of the file. Unknown keys are errors, also in
+    its parts."""
 
     model_config = ConfigDict(extra="forbid")
 
-    version: int
-    provenance: str
-    devices: dict[str, Device] = Field(min_length=1)
-    inside: Link
-    between: Link
-    pipelined_prefill: bool = False
-    machine: Machine | None = None
-    sources: dict[str, str] = Field(default_factory=dict)
-    host: Link = HOST_LINK
+    calibration: Calibration
 
 
 SHIPPED = Path(__file__).parent / "calibrations"
@@ -54,9 +48,10 @@ def load_calibration(name: str) -> Calibration:
     machine, plus, network = name.rpartition("+")
     if plus and (network in NETWORKS or not name.endswith(".json")):
         check_known(f"network of the calibration {name!r}", network, NETWORKS)
-        found = load_calibration(machine)
-        sources = dict(found.sources) | {f"between.{one}": "data sheet" for one in ("bytes_per_s", "latency_s")}
-        return replace(found, name=f"{found.name}+{network}", between=NETWORKS[network], sources=sources)
+        calibration = load_calibration(machine)
+        sources = {**calibration.sources, "between.bytes_per_s": "data sheet", "between.latency_s": "data sheet"}
+        full_name = f"{calibration.name}+{network}"
+        return replace(calibration, name=full_name, between=NETWORKS[network], sources=sources)
     if "," in name and not is_file(name):
         return joined([load_calibration(part) for part in name.split(",")])
     if name.endswith(".json"):
@@ -97,30 +92,30 @@ def read_calibration(path: str) -> Calibration:
     """Returns the calibration in a file. Raises UserError naming the file and the error in it."""
     try:
         content = json_value(read_bytes(path))
-        version = content.get("version") if isinstance(content, dict) else None
-        if isinstance(version, int) and version != VERSION:
-            raise UserError(f"it has version {version}, this program reads {VERSION}; measure it again")
-        file = _CalibrationFile.model_validate(content)
-        parts = {name: getattr(file, name) for name in _CalibrationFile.model_fields if name != "version"}
-        calibration = Calibration(name=Path(path).stem, **parts)
-        for wrong in _wrong_numbers(asdict(calibration)):
-            raise UserError(wrong)
+        if not isinstance(content, dict) or content.pop("version", None) != VERSION:
+            raise UserError(f"it is not an object of version {VERSION}; measure it again")
+        calibration = _File.model_validate({"calibration": content | {"name": Path(path).stem}}).calibration
+        if not calibration.devices:
+            raise UserError("it has no devices")
+        _check_numbers(asdict(calibration))
         return calibration
     except (OSError, ValueError, UserError) as error:  # of JSON, of the fields, of what they mean
         why = " ".join(str(error).split())
         raise UserError(f"calibration {path}: {why}; see rlhf_spmd/machines/calibration_file.py") from None
 
 
-def _wrong_numbers(value: object, where: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yields a message for each number that is too small, with its place in the file. Shapes may have zeros."""
-    if isinstance(value, dict | list | tuple):
-        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+def _check_numbers(value: Any, *where: str) -> None:
+    """Raises UserError for a number that is too small, with its place in the file. Shapes may have zeros."""
+    if isinstance(value, dict):
+        for name, part in value.items():
             if name != "shape":
-                yield from _wrong_numbers(part, (*where, str(name)))
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        zero = not {*where[-2:]}.isdisjoint(MAY_BE_ZERO)  # a number in a list has the name before its place
-        if not (value >= 0 if zero else value > 0):
-            yield f"{'.'.join(where)}: {value} should be {'at least' if zero else 'greater than'} 0"
+                _check_numbers(part, *where, name)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _check_numbers(part, *where)
+    elif type(value) in (int, float) and not (value > 0 or value == 0 and where[-1] in MAY_BE_ZERO):
+        zero = "at least" if where[-1] in MAY_BE_ZERO else "greater than"
+        raise UserError(f"{'.'.join(where)}: {value} should be {zero} 0")
 
 
 def write_calibration(calibration: Calibration, path: str) -> None:
@@ -143,24 +138,24 @@ def calibration_for(name: str | None, cluster: Cluster, *, required: bool = Fals
     joined; None if one is missing, unless it is required. Raises UserError, also if the calibration lacks a device
     type."""
     if name is None:
-        names = {one: CPU_CALIBRATION if one == "cpu" else f"{one}-derived" for one in cluster.device_types}
-        missing = [device for device, one in names.items() if not (SHIPPED / f"{one}.json").is_file()]
+        names = {device: CPU_CALIBRATION if device == "cpu" else f"{device}-derived" for device in cluster.device_types}
+        missing = [device for device, file in names.items() if not (SHIPPED / f"{file}.json").is_file()]
         if missing and required:
             raise UserError(f"no calibration of {', '.join(missing)} is shipped; give --calibration FILE.json")
         if missing:
             return None
         name = ",".join(names.values())
-    found = load_calibration(name)
+    calibration = load_calibration(name)
     for device in cluster.device_types:
-        found.require(device)
-    return found
+        calibration.require(device)
+    return calibration
 
 
 def with_reserve(cluster: Cluster, share: float | None, calibration: Calibration | None) -> Cluster:
     """Returns the cluster with a share of each device's memory reserved. share: the option; None: what the calibration
     says of the type of device, and at least RESERVE."""
-    known, shares = calibration.devices if calibration else {}, dict.fromkeys(cluster.device_types, RESERVE)
-    for name, device in known.items():
-        if name in shares:
-            shares[name] = max(RESERVE, device.reserve or 0.0)
-    return cluster.reserving(shares if share is None else dict.fromkeys(shares, share))
+    known = calibration.devices if calibration else {}
+    shares = dict.fromkeys(cluster.device_types, RESERVE if share is None else share)
+    for name in shares if share is None else ():
+        shares[name] = max(RESERVE, name in known and known[name].reserve or 0.0)
+    return cluster.reserving(shares)

@@ -77,19 +77,19 @@ def faults_of(parsed: argparse.Namespace, program: Program) -> "Faults":
     """Returns what --kill, --slow and --drop name. Raises UserError."""
     from rlhf_spmd.runtime.rehearse.rehearsal import Faults
 
-    ranks, layouts = program.cluster.ranks, program.placement.layouts
-    calls = [call.name for call in program.workload.workflow.placed_calls]
+    calls = {call.name: program.placement.layouts[call.name].ranks for call in program.workload.workflow.placed_calls}
     kill, slow = None, []
     if parsed.kill:
         rank, _, call = parsed.kill.partition("@")
-        if call not in calls or rank not in map(str, layouts[call].ranks):
-            runs = layouts[call].ranks if call in calls else ranks
-            raise UserError(f"--kill {parsed.kill}: give RANK@CALL, a rank of {list(runs)} and one of {calls}")
+        if rank not in map(str, calls.get(call, ())):
+            names = "; ".join(f"{name} on {list(ranks)}" for name, ranks in calls.items())
+            raise UserError(f"--kill {parsed.kill}: give RANK@CALL, a rank of a call: {names}")
         kill = int(rank), call
     for text in parsed.slow:
         rank, _, factor = text.partition("=")
-        if rank not in map(str, ranks) or not FACTOR.fullmatch(factor) or not float(factor):
-            raise UserError(f"--slow {text}: give RANK=FACTOR, a rank below {len(ranks)} and a factor above 0")
+        if rank not in map(str, program.cluster.ranks) or not FACTOR.fullmatch(factor) or not float(factor):
+            most = program.cluster.num_devices
+            raise UserError(f"--slow {text}: give RANK=FACTOR, a rank below {most} and a factor above 0")
         slow.append((int(rank), float(factor)))
     messages = dict.fromkeys(moved.what for moved in program.transfers)
     if parsed.drop and not any(parsed.drop in message for message in messages):
@@ -139,12 +139,12 @@ def run(world: "World", parsed: argparse.Namespace) -> int:
     if ahead:
         rehearsal.iteration(batches[-1])
         _say(world, f"A first batch was drawn before, and a last one, {num + 1}, trained after these.")
-    busy = [sum(of_ranks) for of_ranks in zip(*world.allgather(busy_s, "processor seconds"), strict=True)]
+    processor_s = sum(map(sum, world.allgather(busy_s, "processor seconds")))
     records = world.allgather(recorder.to_records(), "the timeline") if parsed.out else []
     if world.rank == 0:
         if parsed.out:
             draw(Path(parsed.out), records, title, program)
-        result = summary(seconds, busy, answers, forecast_s, factor)
+        result = summary(seconds, processor_s, answers, forecast_s, factor)
         first = {"strategy": name, "layout": str(cluster), "preset": config.preset, "calibration": calibration.name}
         print_json(first | result | {"out": parsed.out, "ok": True}, parsed.json)
     return 0
@@ -168,17 +168,18 @@ def draw(folder: Path, records: Sequence[Mapping[str, object]], title: str, prog
 
 def summary(
     seconds: Sequence[float],
-    busy_s: Sequence[float],
+    processor_s: float,
     answers: Sequence[Mapping[str, Sequence[Sequence[int]]]],
     forecast_s: float,
     factor: float,
 ) -> dict[str, Any]:
     """Prints what a rehearsal found, and returns it.
 
-    seconds, busy_s: of the iterations, there and here.
+    seconds: of the iterations, as they stand for those of the job.
+    processor_s: of all ranks here.
     """
     median_s, cores = statistics.median(seconds), len(os.sched_getaffinity(0))
-    share = sum(busy_s) * factor / sum(seconds) / cores
+    share = processor_s * factor / sum(seconds) / cores
     links: Counter[tuple[int, int]] = Counter()  # nodes of sender and receiver -> bytes
     for answer in answers:
         for source, destination, size in answer["sent_bytes"]:
@@ -189,14 +190,14 @@ def summary(
     print(f"messages of an iteration: {format_bytes(within)} within nodes, {format_bytes(between.total())} between")
     for (source, destination), size in between.most_common(MOST_LINKS):
         print(f"  node {source} to node {destination}: {format_bytes(size)}")
-    print(f"processors: {sum(busy_s):.1f} s of all ranks, {share:.0%} of {cores} cores")
+    print(f"processors: {processor_s:.1f} s of all ranks, {share:.0%} of {cores} cores")
     if share > MOST_BUSY:
         print("That is too much to trust the seconds: give a larger --seconds")
     print("No rank hung, and every row was there when it was read.")
     return {
         "rehearsed_s": list(seconds),
         "forecast_s": forecast_s,
-        "processor_s": sum(busy_s),
+        "processor_s": processor_s,
         "processor_share": share,
         "bytes_within_nodes": within,
         "bytes_between_nodes": between.total(),

@@ -2,9 +2,9 @@
 
 import argparse
 import json
+import math
 import operator
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -36,6 +36,7 @@ OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "~": lambda text, pattern: re.search(pattern, text) is not None,
 }
+TEXT_SIGNS = ("~", "=", "!=")  # also of texts
 CONDITION = re.compile(r"\s*([^<>=!~]+?)\s*(>=|<=|!=|=|>|<|~)\s*(.*?)\s*", re.DOTALL)
 Row = dict[str, Any]
 
@@ -50,9 +51,8 @@ def run(parsed: argparse.Namespace) -> int:
     matching = [row for row in rows if all(holds(row) for holds in conditions)]
     if key := parsed.sort:
         check_known("column", key, names)
-        numbers = [row for row in matching if isinstance(row.get(key), int | float)]
-        others = [row for row in matching if not isinstance(row.get(key), int | float)]
-        matching = sorted(numbers, key=lambda row: row[key], reverse=parsed.descending) + others
+        sign = -1 if parsed.descending else 1
+        matching.sort(key=lambda row: sign * row[key] if isinstance(row.get(key), int | float) else math.inf)
     shown = matching[: parsed.limit]
     for row in shown:
         print(json.dumps(row, default=str) if parsed.json else text_of(row, FIRST[folder.name.partition("-")[0]]))
@@ -85,14 +85,13 @@ def condition(text: str, names: Iterable[str]) -> Callable[[Row], bool]:
     name, sign, wanted = parts.groups()
     check_known("column", name, names)
     number: float | None = None
-    for convert in (float, int):  # the last that can: whole numbers are compared exactly
-        with suppress(ValueError):
-            number = convert(wanted)
+    with suppress(ValueError):
+        number = float(wanted)
     try:
         re.compile(wanted if sign == "~" else "")
     except re.error as error:
         raise UserError(f"--where {text!r}: {wanted!r} is not a regular expression ({error})") from None
-    if number is None and sign not in ("~", "=", "!="):
+    if number is None and sign not in TEXT_SIGNS:
         raise UserError(f"--where {text!r}: {wanted!r} is not a number")
 
     def holds(row: Row) -> bool:
@@ -100,23 +99,23 @@ def condition(text: str, names: Iterable[str]) -> Callable[[Row], bool]:
         if isinstance(value, int | float) and number is not None and sign != "~":
             return OPERATORS[sign](value, number)
         shown = value if isinstance(value, str) else json_text(value)
-        return value is not None and sign in ("~", "=", "!=") and OPERATORS[sign](shown, wanted)
+        return value is not None and sign in TEXT_SIGNS and OPERATORS[sign](shown, wanted)
 
     return holds
 
 
 def means(rows: Sequence[Row]) -> dict[str, float]:
-    """Returns the mean of every number, over the rows that have it; none where their sum is too large."""
+    """Returns the mean of every number, over the rows that have it; none where they are too large."""
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
-            if isinstance(value, int | float) and name not in PLACES and abs(value) <= sys.float_info.max:
+            if isinstance(value, int | float) and name not in PLACES:
                 values.setdefault(name, []).append(value)
-    found = {}
+    result = {}
     for name, numbers in values.items():
         with suppress(OverflowError):
-            found[name] = fmean(numbers)
-    return found
+            result[name] = fmean(numbers)
+    return {name: mean for name, mean in result.items() if math.isfinite(mean)}
 
 
 def text_of(row: Row, first: int = 1) -> str:
@@ -126,21 +125,18 @@ def text_of(row: Row, first: int = 1) -> str:
     first: what the iteration with number 0 is called.
     """
     turns: Any = row.get("turns")
-    parts: list[str] = []
-    lines: list[str] = []
     is_episode = isinstance(turns, list) and bool(turns)
     is_episode = is_episode and all(isinstance(turn, dict) and "model" in turn for turn in turns)
+    numbers, lines = list[str](), list[str]()
     if isinstance(row.get("iteration"), int):
         row = row | {"iteration": row["iteration"] + first}
     for name in dict.fromkeys([*PLACES, *TEXTS, *row]):
-        value = row.get(name)
+        value, title = row.get(name), PLACES.get(name) or on_one_line(name)
         if isinstance(value, int | float):
-            number = f"{value:.4g}" if abs(value) <= 1e300 else str(value)
-            parts.append(f"{PLACES[name]} {value}" if name in PLACES else f"{on_one_line(name)} {number}")
+            numbers.append(f"{title} {value if name in PLACES or abs(value) > 1e300 else f'{value:.4g}'}")
         elif isinstance(value, str | dict) and not (is_episode and name in ("response", "end")):
-            text = value if isinstance(value, str) else json_text(value)
-            lines.append(f"  {on_one_line(name)}: {on_one_line(text)}")
-    lines.insert(0, ", ".join(parts))
+            lines.append(f"  {title}: {on_one_line(value if isinstance(value, str) else json_text(value))}")
+    lines.insert(0, ", ".join(numbers))
     if is_episode:
         lines = [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ")]
         lines.append(textwrap.indent(episode_text(turns, str(row.get("end") or ""), WIDTH - 1), " "))

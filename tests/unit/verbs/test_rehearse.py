@@ -77,7 +77,7 @@ def test_a_layout_without_room_is_refused_before_it_is_compiled(capsys, monkeypa
     ("words", "told"),
     [
         (["nowhere.py"], "nowhere.py"),
-        (["flattening", "--seconds", "0"], "seconds above 0"),
+        (["flattening", "--seconds", "0"], "is not a number of at least 0.001"),
         (["flattening", "--layout", "100x8", "--calibration", "a100-80g", "--preset", "llama-7b"], "ranks need"),
         (["flattening", "--iterations", "none"], "whole number"),
     ],
