@@ -89,13 +89,6 @@ def test_7b_on_eight_devices_of_80_gb_is_refused_with_fitting_options(folder):
         refuse_errors(name, fitting, memory(fitting))
 
 
-def test_1b_on_eight_devices_of_80_gb_fits_as_it_is(folder):
-    config = presets.load(None, ["reward_function=mine:score"], folder(ONE), on_gpu=True)
-    cluster = cluster_of(world_of(8, *H100), None, "cpu")
-    program = load_strategy("flattening").compile(configs.make_workload(config), cluster, {})
-    assert memory(program) == [] and advice(program) == ""
-
-
 def test_where_nothing_fits_that_is_said(folder):
     config = presets.load(None, ["reward_function=mine:score"], folder(SEVEN), on_gpu=True)
     small = cluster_of(world_of(2, "NVIDIA GeForce RTX 4090", 25 * 10**9), None, "cpu")

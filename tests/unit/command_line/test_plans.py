@@ -6,11 +6,10 @@ from rlhf_spmd.command_line.plans import Alternative, Misfit, ahead_text, altern
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.machines.calibration_file import calibration_for, load_calibration
+from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.search.planner import SEPARATION_AHEAD
-from tests.programs import make_workload as small_workload
 from tests.unit.plan.cost.test_seconds import machine
 
 
@@ -27,11 +26,6 @@ def test_a_strategy_is_tried_with_more_sharding_until_it_fits():
     assert fitted("flattening", workload, Cluster.parse("1x2"), machine()).note == ""  # a CPU's memory has no limit
 
 
-def test_one_rank_cannot_separate():
-    found = fitted("separation", small_workload(), Cluster.parse("1x1"), machine())
-    assert isinstance(found, Misfit) and "start at least 2 ranks" in found.note
-
-
 def test_no_row_that_passes_check_is_one_message():
     with pytest.raises(UserError, match="there is no plan for 1x1.*check"):
         fastest([], Cluster.parse("1x1"))
@@ -45,14 +39,6 @@ def test_auto_is_the_same_every_time_and_is_what_its_source_says(tmp_path):
     (tmp_path / "kept.py").write_text(found.source, encoding="utf-8")
     kept = load_strategy(str(tmp_path / "kept.py")).compile(workload, cluster, {})
     assert kept.fingerprint == found.compile(workload, cluster, {}).fingerprint
-
-
-def test_auto_needs_a_calibration_and_takes_no_options():
-    with pytest.raises(UserError, match="no calibration of h200-141g is shipped; give --calibration"):
-        calibration_for(None, Cluster.parse("1x8", "h200-141g"), required=True)
-    config, cluster = load("tiny", ["strategy.zero=1"]), Cluster.parse("1x2")
-    with pytest.raises(UserError, match="strategy.zero is an option of a strategy"):
-        auto(config, make_workload(config), cluster, machine())
 
 
 def test_separation_one_iteration_ahead_stands_beside_the_others_and_its_worth_is_said():

@@ -8,12 +8,6 @@ from rlhf_spmd.errors import UserError
 from tests.unit.config.test_presets import refused
 
 
-def test_sizes_that_do_not_divide_name_all_three():
-    text = refused("rollout_batch=10", "samples_per_prompt=3", "mini_batch=4")
-    assert all(word in text for word in ("rollout_batch=10", "samples_per_prompt=3", "30 sequences", "mini_batch=4"))
-    assert load("tiny", ["rollout_batch=10", "samples_per_prompt=2", "mini_batch=4"]).mini_batch == 4
-
-
 def test_settings_that_contradict_each_other():
     text = refused("generation.min_new_tokens=30")
     assert "min_new_tokens=30" in text and "max_new_tokens=24" in text

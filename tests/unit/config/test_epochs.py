@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.config import presets
-from rlhf_spmd.config.epochs import in_iterations, length_of
+from rlhf_spmd.config.epochs import in_iterations
 from rlhf_spmd.config.file import read_config_file
 from rlhf_spmd.config.options import overridden, resolved
 from rlhf_spmd.errors import UserError
@@ -48,14 +48,6 @@ def test_iterations_that_read_every_row_as_often_as_asked(epochs, num_rows, roll
         assert len(read) == num_rows and min(read.values()) >= epochs
     more = iterations * rollout_batch - epochs * num_rows
     assert more < rollout_batch  # one iteration less would not do
-
-
-def test_what_is_said_of_the_last_batch():
-    config = load("data.epochs=3", "rollout_batch=8", "mini_batch=8")
-    text = "3 epochs of 21 rows: 8 iterations of 8, the last one filled up with 1 more rows"
-    assert length_of(config, 21) == text
-    assert length_of(config, 24) == "3 epochs of 24 rows: 9 iterations of 8"
-    assert length_of(load(), 21) == ""
 
 
 def test_one_of_the_two_is_given(tmp_path):

@@ -6,12 +6,10 @@ import math
 import pytest
 
 from rlhf_spmd.config.evaluation_metrics import (
-    best_row,
     measure,
     measure_by_source,
     metric_names,
     pass_at,
-    titled,
 )
 
 
@@ -51,17 +49,3 @@ def test_sources_are_told_apart_if_there_are_several():
     assert found["mean@1"] == pytest.approx(2 / 3)
     assert (found["mean@1/a"], found["mean@1/b"], found["pass@1/b"]) == (0.0, 1.0, 1.0)
     assert set(measure_by_source(scores, ["a"] * 3, 1.0)) == {"mean@1", "pass@1"}
-
-
-def test_the_first_of_equal_rows_is_the_best():
-    rows = [{"x": value} for value in (1.0, 3.0, 3.0, 2.0)]
-    assert best_row(rows, "x") == 1 and best_row(rows, "x", less=True) == 0
-
-
-def test_people_see_which_number_is_of_what():
-    metrics = {"mean@1": 1, "right/mean@1": 2, "mean@1/x": 3, "right/mean@1/x": 4, "iteration": 5}
-    assert [*titled(metrics)] == [
-        *("mean@1 (weighted sum)", "right/mean@1", "mean@1/x (weighted sum)", "right/mean@1/x", "iteration")
-    ]
-    of_one = {"mean@1": 1, "pass@1": 2, "mean@1/x": 3}
-    assert titled(of_one) == of_one, "a single function is the score"

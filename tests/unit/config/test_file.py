@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.__main__ import main, read
+from rlhf_spmd.__main__ import read
 from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.command_line.words import load_config
 from rlhf_spmd.config import options as configs
@@ -20,7 +19,6 @@ from rlhf_spmd.config.checks import check_options
 from rlhf_spmd.config.file import read_config_file, to_text
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.option_tree import options_of, with_value
-from rlhf_spmd.verbs.check import CONFIG_HEADING
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     [
@@ -97,11 +95,6 @@ def test_nested_keys_are_dotted_names_and_flags_are_keys(tmp_path):
     assert parsed(path, verb="check").layout == parsed(path, verb="plan").layout == "2x4"
     assert parsed(path, verb="check").strategy == "separation"
     assert parsed(path, "--out", "x.png", verb="draw").strategies == ["separation"]
-
-
-@pytest.mark.parametrize("text", ["on", "yes", "True", "true", "1", '"true"', "'on'"])
-def test_booleans_of_yaml_and_texts_are_as_on_the_command_line(tmp_path, text):
-    assert loaded(write(tmp_path, f"ppo:\n  normalize_scores: {text}\n")).options.normalize_scores is True
 
 
 @pytest.mark.parametrize("text", ["on", "1e-3", "1_000", "010", "12:30:45", "2026-01-02", "0x1f", "=", ".5"])
@@ -291,16 +284,6 @@ def test_a_resolved_config_comes_back(data, tmp_path):
     assert loaded(str(stored)) == config
 
 
-def test_what_check_prints_is_a_file(tmp_path, capsys):
-    words = ["check", "separation", "--layout", "1x4", "--algorithm", "grpo", "strategy.zero=1", "seed=5"]
-    assert main([*words, "--show-config"]) == 0
-    first = capsys.readouterr().out
-    path = write(tmp_path, first.partition(CONFIG_HEADING)[2].rpartition("\n\n")[0])
-    assert main(["check", "--config", path, "--layout", "1x4", "--show-config"]) == 0
-    assert capsys.readouterr().out == first
-    assert json.loads(first.splitlines()[-1])["strategy"] == "separation"
-
-
 def test_a_folder_with_a_page_gives_back_its_algorithm(tmp_path):
     """As a run with --algorithm FILE.py leaves it: config.json has the page's title alone."""
     page = Path(__file__).parents[2] / "toy_pages" / "group.py"
@@ -315,18 +298,6 @@ def test_a_folder_with_a_page_gives_back_its_algorithm(tmp_path):
     again = load_config(found)
     assert configs.resolved(again) == configs.resolved(config) and again.algorithm == config.algorithm
     assert found.strategy == f"{folder}/strategy.py"
-
-
-def test_a_plan_names_the_file_that_it_was_made_with(tmp_path, capsys):
-    path = write(tmp_path, "preset: llama-7b\nlayout: 1x4\nstrategy: {name: flattening, zero: 3}\nmicro_batch: 4\n")
-    out = tmp_path / "plan.py"
-    words = ["plan", "--config", path, "--calibration", "a100-80g", "--method", "two_phase", "--out", str(out)]
-    assert main([*words, "iterations=3"]) == 0
-    (command,) = [line for line in capsys.readouterr().out.splitlines() if "-m rlhf_spmd check" in line]
-    assert f"--config {path}" in command and "iterations=3" in command
-    text = " ".join(out.read_text(encoding="utf-8").split())
-    assert f"Planned with --config {path} iterations=3." in text
-    assert main([*shlex.split(command)[3:], "--rank", "3"]) == 0
 
 
 def test_the_mapping_of_a_template(tmp_path):

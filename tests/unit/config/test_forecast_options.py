@@ -86,13 +86,6 @@ def test_a_percentile_that_no_lognormal_has(mean, most, tmp_path):
     assert read_forecast_episodes(f"4,20,{mean},{most}", 64, 112) == Answers(4, 20, mean, most)
 
 
-@pytest.mark.parametrize("p95_s", [0.2, 2.5])
-def test_a_run_with_a_percentile_that_no_lognormal_has(p95_s, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(ROW | {"tool_p95_s": p95_s}) + "\n", encoding="utf-8")
-    with pytest.raises(UserError, match=f"^forecast_episodes=.*: no lognormal has a mean of 0.5 s .* {2 * p95_s:g} s"):
-        read_forecast_episodes(str(tmp_path), 64, 112)
-
-
 def test_answers_have_room_in_responses_of_the_forecast_length():
     def answers(*words: str) -> Answers:
         given = ["environment=m:f", "episode.max_row_tokens=96", "generation.max_new_tokens=24", *words]

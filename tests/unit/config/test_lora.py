@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from rlhf_spmd.command_line.checks import tokenizer_findings
-from rlhf_spmd.config.file import read_config_file
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
@@ -30,7 +29,6 @@ from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.text.program_listing import show_packed
 from rlhf_spmd.strategies import flattening, separation
 from tests.folders import write_all, write_model, write_tokenizer
 from tests.runs import load as load_run
@@ -54,13 +52,6 @@ def test_options_of_all_models_and_of_one():
     lora = load_run(["lora.actor.rank=4", "lora.actor.alpha=8", "lora.actor.rslora=true"]).lora
     assert lora.of("actor") == Adapters(4, 8.0, rslora=True)
     assert lora.of("critic") is None
-
-
-def test_a_file_may_have_the_options_of_a_role_in_a_group(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("lora:\n  rank: 4\n  actor:\n    rank: 8\n    targets: [v_proj]\n", encoding="utf-8")
-    lora = load("tiny", file=read_config_file(str(path))).lora
-    assert (lora.of("actor"), lora.of("critic")) == (Adapters(8, 32.0, ("v_proj",)), Adapters(4, 32.0))
 
 
 def test_rates_are_ten_times_those_of_full_training_unless_they_are_given():
@@ -169,16 +160,6 @@ def test_joined_copies_take_memory_and_spare_products():
     infer = joined.workload.workflow.call("actor_train")
     assert seconds[1].adapters_s(infer, layout, rank, 32) == seconds[0].adapters_s(call, layout, rank, 32) > 0
     assert joined.fingerprint != apart.fingerprint
-
-
-def test_check_says_which_packed_copies_stay():
-    """Those of a frozen base on a CPU, while it trains; none of joined copies, or of a model that trains as a whole."""
-    texts = []
-    for words in ((), ("lora.rank=16",), ("lora.rank=16", "lora.generate=joined")):
-        workload, cluster = make_workload(load("qwen2.5-0.5b", words)), Cluster.parse("1x2", "cpu")
-        texts.append(show_packed(compile_program(workload, flattening.place(workload, cluster), cluster)))
-    assert ["of a frozen base stay while it trains" in text for text in texts] == [False, True, False]
-    assert "up to 942.2 MiB more" in texts[0] and ", of which 942.2 MiB of a frozen base" in texts[1]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.metric_aliases import FUNCTION, TABLE, aliased, aliases_of
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
-from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.metrics import metrics_of
 
 
@@ -76,14 +75,3 @@ def test_values():
     assert part["train/rewards/f/mean"] == 1.0, "beside a reward model the score is a sum"
     two = aliased(aliases_of("trl", "grpo", config.options, ["f", "g"]), {"score_f": 1.0, "score_g": 3.0, "score": 2.0})
     assert two == {"train/rewards/f/mean": 1.0, "train/rewards/g/mean": 3.0}
-
-
-def test_trackers_get_both_names_and_the_file_ours(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder = RunFolder(tmp_path)
-    folder.write_metrics(0, {"reward": 0.5}, {"reward": "reward"}, {"train/reward": 0.5})
-    folder.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert sorted(events.Tags()["scalars"]) == ["reward/reward", "train/reward"]
-    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == '{"iteration": 0, "reward": 0.5}\n'

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
@@ -57,11 +56,6 @@ def test_a_workload_from_folders(folder):
     assert workload.num_sequences == 128 and workload.num_mini_batches == 4
 
 
-def test_a_folder_given_by_override_counts_more_than_the_preset_s_shape(folder):
-    overrides = [f"models.actor={folder}", f"models.reward={folder}"]
-    assert make_workload(load("llama-7b", overrides)).models["actor"].hidden_size == 24
-
-
 def test_a_reward_function_takes_the_reward_model_s_place_or_joins_it(folder):
     function = ["reward_function=a:b"]
     assert make_workload(load("smollm2", function, folder)).models["reward"] is None
@@ -107,14 +101,3 @@ def test_junk_in_a_config_json_is_a_model_or_an_error_that_names_file_and_key(tm
             assert text.startswith(f"{tmp_path}/config.json: "), values
             words = (key, "rope_scaling", "kv_heads", "attention heads", "is 0, but", "is -1, but")
             assert any(word in text for word in words), (values, text)
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [({"rms_norm_eps": None}, "'rms_norm_eps' is None"), ({"rope_scaling": "linear"}, "'rope_scaling' is 'linear'")],
-)
-def test_a_value_of_the_wrong_kind_names_file_and_key(folder, values, words):
-    path = Path(folder) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
-    with pytest.raises(UserError, match=rf"config\.json: {words}, but must be"):
-        shape_of_folder(folder)

@@ -83,7 +83,3 @@ def test_qwen_presets_have_the_published_sizes(preset):
     models = make_workload(load(preset)).models
     assert models["actor"].num_params / 1e9 == pytest.approx(QWEN_BILLIONS[preset], abs=1e-3)
     assert models["actor"].tied == (models["actor"].vocab_size == 151936) and models["critic"].scalar_head
-
-
-def test_llama_7b_to_the_last_parameter():
-    assert make_workload(load("llama-7b")).models["actor"].num_params == 6_738_415_616

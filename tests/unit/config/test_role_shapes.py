@@ -1,7 +1,5 @@
 """Models of different sizes: `shape=actor=llama-70b,critic=llama-7b` in check and plan, and mistakes in it."""
 
-import json
-
 import pytest
 
 from rlhf_spmd.__main__ import main
@@ -71,26 +69,3 @@ def test_where_there_are_weights_their_shapes_count():
     assert layers("llama-7b", "shape=actor=llama-70b", f"models.reward={tiny}")["reward"] < 32
     with pytest.raises(UserError, match="gives no shape of reward; add reward=SHAPE"):
         make_workload(load("smollm2", ["shape=actor=llama-7b,critic=llama-7b", "reward_function="]))
-
-
-def test_a_reward_function_takes_the_place_of_a_reward_model_without_weights():
-    """Its bytes and seconds counted in check, plan and forecast."""
-    words = ["reward_function=mine.py:score"]
-    assert make_workload(load("llama-7b", words, algorithm="grpo")).models["reward"] is None
-    added = make_workload(load("llama-7b", [*words, "reward_function_mode=add"], algorithm="grpo"))
-    assert added.models["reward"] is not None
-
-
-@pytest.mark.parametrize(
-    ("layout", "more"), [("1x4", ["lora.rank=8"]), pytest.param("1x8", [], marks=pytest.mark.slow)]
-)
-def test_plan_and_check_place_them(layout, more, capsys, tmp_path):
-    words = ["--preset", "llama-7b", "--layout", layout, "shape=actor=llama-13b,critic=llama-7b", *more]
-    out = str(tmp_path / "mixed.py")
-    assert main(["plan", *words, "--method", "two_phase", "--top", "1", "--out", out]) == 0
-    planned = capsys.readouterr().out
-    assert f"(actor=llama-13b,critic=llama-7b,reference=llama-13b,reward=llama-7b) on {layout}" in planned
-    assert main(["check", out, *words, "--show-config"]) == 0
-    shown = capsys.readouterr().out
-    assert 'shape: "actor=llama-13b,critic=llama-7b,' in shown or "shape: actor=llama-13b,critic=llama-7b," in shown
-    assert json.loads(shown.splitlines()[-1])["ok"] is True

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlhf_spmd.files.printing import command_lines, formatted
+from rlhf_spmd.files.printing import formatted
 
 
 def test_a_locale_that_lacks_a_character_does_not_end_a_verb(tmp_path):
@@ -40,10 +40,3 @@ def test_a_locale_that_lacks_a_character_does_not_end_a_verb(tmp_path):
 )
 def test_no_number_is_minus_zero(value, form, text):
     assert formatted(value, form) == text
-
-
-def test_a_long_command_is_continued_behind_backslashes():
-    words = ["python", "-m", "rlhf_spmd", "report", "'a run'", "--out", "r.html"]
-    assert command_lines(words, None) == command_lines(words, 52) == " ".join(words)
-    text = command_lines(words, 30, before=6)
-    assert text == "python -m rlhf_spmd \\\n    report 'a run' --out \\\n    r.html"

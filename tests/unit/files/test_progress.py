@@ -64,9 +64,3 @@ def test_a_subcommand_shows_nothing_in_a_file(program):
 def test_durations_have_six_places():
     found = [progress.duration(seconds) for seconds in (0, 99, 100, 5940, 6000, 172800, 8e7, 1e12)]
     assert found == ["0 s", "99 s", "2 min", "99 min", "1.7 h", "2 d", "926 d", "years"]
-
-
-def test_a_new_stream_has_not_been_silent():
-    """Or a run would print a line at its start."""
-    body = "from rlhf_spmd.files import output; output.prepare(is_work=False); print(output.silent_s() < 9)"
-    assert on_terminal([sys.executable, "-c", body]) == "True\n"

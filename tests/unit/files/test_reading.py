@@ -6,12 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.config import presets
-from rlhf_spmd.config.options import prompt_files
 from rlhf_spmd.files.json_text import json_lines
 from rlhf_spmd.files.reading import NO_RIGHT, is_file, is_folder, read_lines, why_no_file
-from rlhf_spmd.runtime.failure import records
-from rlhf_spmd.runtime.records.loggers import Curves
 from rlhf_spmd.runtime.rewards.function import source_file
 
 NO_PATHS = ["x" * 300, "a/" * 5000 + "b", "a\0b", "half \ud83d", "", "file/below", "nowhere"]
@@ -38,14 +34,6 @@ def test_a_folder_that_may_not_be_read_is_told(tmp_path, monkeypatch):
     assert not is_file(tmp_path / "file") and not is_folder(tmp_path)
 
 
-def test_many_prompt_files_are_no_path(tmp_path):
-    names = [f"part-{number:05d}-of-00064.jsonl" for number in range(64)]
-    assert prompt_files(presets.load("tiny", [f"data.prompts={','.join(names)}"])) == names
-    one = tmp_path / "a,b.jsonl"
-    one.touch()
-    assert prompt_files(presets.load("tiny", [f"data.prompts={one}"])) == [str(one)]
-
-
 def test_lines_end_at_line_feeds_only(tmp_path):
     rows = [{"text": ODD}, {"text": "cut \ud83d"}, {}]
     path = tmp_path / "rows.jsonl"
@@ -56,13 +44,3 @@ def test_lines_end_at_line_feeds_only(tmp_path):
     assert [json.loads(line) for line in read_lines(path)] == rows[:1]  # of earlier versions
     path.write_bytes(b"\xff\n\nlast")
     assert read_lines(path) == ["\ufffd", "", "last"] and read_lines(tmp_path / "none") == []
-
-
-def test_messages_and_names_of_curves_may_be_no_text(tmp_path):
-    (tmp_path / "flight").mkdir()
-    records.keep_message(str(tmp_path), "cut \ud83d é")
-    assert records.read_message(tmp_path) == "cut \\ud83d é"
-    pytest.importorskip("tensorboard")
-    curves = Curves(tmp_path, [])
-    curves.add(0, {"eval/mean@1/cut \ud83d": 1.0})
-    curves.close()

@@ -59,16 +59,3 @@ def test_check_shows_it_and_an_option_changes_it(capsys):
     assert any("80.0 GiB less 32.0 GiB" in line for line in text)
     assert json.loads(last)["errors"] == 1
     assert main([*words, "reserve=1"]) == 2
-
-
-def test_plan_shows_it_and_keeps_to_it(capsys, tmp_path):
-    words = ["plan", "--preset", "llama-7b", "--layout", "1x4", "--top", "1"]
-    peaks = []
-    for share in ("0", "0.05"):
-        assert main([*words, "--out", str(tmp_path / f"{share}.py"), f"reserve={share}"]) == 0
-        table = capsys.readouterr().out.splitlines()
-        row = next(line for line in table if line.startswith("  plan 1"))
-        peaks.append(float(row.split("%")[1].split()[0]))
-        reserved = f"{80 * float(share):.1f} GiB" if share != "0" else "0 B"
-        assert reserved in row and "80.0 GiB" in row
-    assert peaks[1] <= 76.0 < peaks[0] <= 80.0

@@ -94,40 +94,6 @@ def test_a_model_that_is_not_here_has_a_shape_of_its_size(name, preset):
     assert shape_near(name) == preset
 
 
-def test_values_of_verl():
-    options = options_of("verl_grpo.sh")
-    assert options["algorithm"] == "grpo" and options["layout"] == "2x8"
-    assert options["rollout_batch"] == "256" and options["mini_batch"] == str(64 * 6), "prompts there, sequences here"
-    assert options["grpo.kl_coef"] == "0.002" and options["grpo.kl_estimator"] == "k3"
-    assert options["data.long_prompts"] == "drop" and options["wandb"] == "math"
-    assert (options["strategy.name"], options["strategy.generation_tp"]) == ("reallocation", "2")
-
-
-def test_values_of_verl_in_yaml():
-    options = options_of("verl_ppo.yaml")
-    assert options["ppo.kl_coef"] == "0.001" and options["ppo.clip_ratio"] == "0.2" and options["ppo.epochs"] == "2"
-    assert options["runs"] == "checkpoints/examples", "${...} of the same file"
-    assert float(options["optimizer.critic_lr"]) == 1e-5 and "data.epochs" not in options
-
-
-def test_variables_and_products_of_a_script():
-    options = options_of("verl_dapo.sh")
-    assert options["generation.max_new_tokens"] == str(1024 * 6)
-    assert options["grpo.overlong_buffer"] == str(1024 * 2) and options["grpo.overlong"] == "shape"
-    assert options["strategy.tokens"] == str(1024 * 7) and options["layout"] == "4x8"
-    assert options["optimizer.warmup_steps"] == str(10 * 256 // 32), "iterations there, optimizer steps here"
-
-
-def test_values_of_trl():
-    options = options_of("trl_grpo.yaml")
-    assert options["mini_batch"] == str(14 * 8 * 7) and options["rollout_batch"] == str(14 * 8)
-    assert options["grpo.kl_coef"] == "0.01" and options["samples_per_prompt"] == "7"
-    given = options_of("trl_dpo.yaml")
-    assert given["algorithm"] == "dpo" and given["dpo.beta"] == "0.05"
-    assert (given["data.max_prompt"], given["generation.max_new_tokens"]) == ("512", "512"), "of 1024 together"
-    assert options_of("trl_sft.yaml")["data.turns"] == "all"
-
-
 def test_optimizer_steps_of_trl_are_iterations_here():
     """512 responses of an iteration, 256 of a step: two steps for each iteration."""
     words = ("generation_batch_size=512", "per_device_train_batch_size=32", "gradient_accumulation_steps=1")
@@ -139,16 +105,6 @@ def test_optimizer_steps_of_trl_are_iterations_here():
     assert options_of("trl_grpo.yaml", *words, "warmup_steps=0.2")["optimizer.warmup_ratio"] == "0.2"
     options = options_of("trl_grpo.yaml", *words, "warmup_steps=20")
     assert options["optimizer.warmup_steps"] == "20" and "optimizer.warmup_ratio" not in options
-
-
-def test_values_of_openrlhf():
-    options = options_of("openrlhf_reinforce.sh")
-    assert options["algorithm"] == "reinforce_plus_plus" and options["reinforce_plus_plus.baseline"] == "group"
-    assert options["reinforce_plus_plus.kl_in"] == "loss" and options["layout"] == "1x4"
-    assert options["reinforce_plus_plus.clip_high"] == "0.27"
-    given = options_of("openrlhf_dpo.sh")
-    assert given["algorithm"] == "dpo" and float(given["optimizer.actor_lr"]) == 6e-7
-    assert given["mini_batch"] == given["rollout_batch"] == "128"
 
 
 MINIMAL = {  # program, algorithm -> a configuration that sets as little as possible
@@ -245,22 +201,6 @@ def test_files_and_folders_that_are_here_are_options(tmp_path, monkeypatch):
     found = of_words("openrlhf", words).options
     assert found["model"] == "base" and found["data.prompts"] == "a.jsonl,b.jsonl" and found["data.epochs"] == "3"
     assert found["reward_function"] == "reward.py:reward_func" and "preset" not in found
-
-
-def test_what_would_be_another_run_is_not_without_effect():
-    words = ("optim=adamw_8bit", "eval_on_start=false", "steps_per_generation=16")
-    found = translate(source_of_example("trl_grpo.yaml", *words))
-    kinds = {line.key: line.kind for line in found.lines}
-    assert kinds["optim"] == "unavailable"
-    assert found.later["eval.at_start"] == "false  (with eval.prompts)"
-    assert found.options["rollout_batch"] == str(14 * 16), "14 x 16 x 7 responses of 7 to a prompt"
-
-
-def test_weights_of_tokens_are_left_out_where_the_ratio_is_a_response_s():
-    words = ("vllm_importance_sampling_correction=true", "importance_sampling_level=")
-    assert options_of("trl_grpo.yaml", words[0], f"{words[1]}token")["grpo.importance_weights"] == "token"
-    options = options_of("trl_grpo.yaml", words[0], f"{words[1]}sequence")
-    assert options["grpo.ratio_level"] == "sequence" and "grpo.importance_weights" not in options
 
 
 EVIL = "x\nreward_function: evil.py:score\n#"

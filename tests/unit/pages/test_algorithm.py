@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -172,33 +170,7 @@ def test_a_function_may_be_named_with_its_file(tmp_path):
     assert found.function is surrogates.policy_loss and found.prepare is surrogates.policy_loss_prepare
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("elsewhere.policy_loss", "is in elsewhere; write"), ("surrogates.none", "is in surrogates; write")],
-)
-def test_a_function_of_no_file(name, said, tmp_path):
-    with pytest.raises(UserError, match=said):
-        checked(write_page(tmp_path, ('"surrogate", prompts', f'"{name}", prompts')))
-
-
 # ---- on the command line --------------------------------------------------------------------------------------------
-
-
-def test_check_with_a_page_of_a_file(tmp_path):
-    """Two models and four calls, without torch."""
-    path = write_page(tmp_path)
-    code = "import sys; from rlhf_spmd.__main__ import main; main(sys.argv[1:]); print('torch' in sys.modules)"
-    words = ["separation", "--algorithm", str(path), "--layout", "1x4", "--preset", "llama-7b", "mine.scale=2"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, "check", *words, "--device-type", "cpu"],
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-    )
-    *text, last, heavy = done.stdout.splitlines()
-    assert json.loads(last)["ok"] and heavy == "False"
-    assert any("policy_generate" in line for line in text) and any("judge_infer" in line for line in text)
-    assert not any("critic" in line or "actor" in line for line in text)
 
 
 def test_options_of_a_page_are_typed(tmp_path):

@@ -83,27 +83,11 @@ def test_a_file_leaves_no_bytecode_and_is_read_anew(write, monkeypatch):
     assert [path.name for path in Path(name).parent.iterdir()] == ["mine.py"]
 
 
-def test_a_strategy_by_name_and_by_file_are_the_same(tmp_path):
-    named = load_strategy("flattening")
-    copy = tmp_path / "copy.py"
-    copy.write_text(named.source, encoding="utf-8")
-    filed = load_strategy(str(copy))
-    assert (named.name, filed.name) == ("flattening", "copy") and filed.source == named.source
-    fingerprints = {s.compile(make_workload(), Cluster.parse("1x4"), {}).fingerprint for s in (named, filed)}
-    assert len(fingerprints) == 1
-
-
 def test_the_template_runs_as_it_stands():
     path = strategies.__file__.replace("rlhf_spmd/pages/strategy.py", "strategies/_template.py")
     program = load_strategy(path).compile(make_workload(), Cluster.parse("1x4"), {"ratio": "1/4"})
     assert program.placement.layouts["reference_infer"].ranks == (0,)
     assert program.placement.layouts["reward_infer"].ranks == (1, 2, 3)
-
-
-def test_the_template_says_what_a_ratio_looks_like():
-    path = strategies.__file__.replace("rlhf_spmd/pages/strategy.py", "strategies/_template.py")
-    text = refused(path, ratio="abc")
-    assert text.startswith("strategy _template: ratio 'abc' of reference is not a number in (0, 1]")
 
 
 @pytest.mark.parametrize(
@@ -130,16 +114,6 @@ def test_further_options_are_those_of_a_dataclass(write):
     assert load_strategy("separation").typed({"zero": "2", "stream": "false"}) == {"zero": 2, "stream": False}
     own = load_strategy(write(EVERYWHERE + '\n\nOPTIONS = {"mine": 1}\n'))  # whatever a user calls so
     assert own.further is None and "zero" in own.parameters
-
-
-def test_a_file_may_hold_dataclasses_with_late_annotations(tmp_path):
-    """dataclasses look their own module up by name, which a module loaded by path must not break."""
-    (tmp_path / "mine.py").write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass, KW_ONLY\n"
-        "@dataclass\nclass Share:\n    _: KW_ONLY\n    ranks: int = 1\n" + HEAD + EVERYWHERE,
-        encoding="utf-8",
-    )
-    assert compiled(str(tmp_path / "mine.py"), zero="1").placement.layouts["actor_train"].zero == 1
 
 
 # ---- options -------------------------------------------------------------------------------------------------------

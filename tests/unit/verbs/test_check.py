@@ -13,7 +13,6 @@ from rlhf_spmd.__main__ import main
 from rlhf_spmd.command_line import checks
 from rlhf_spmd.pages import strategy
 from rlhf_spmd.plan.program.compile import compile_program
-from rlhf_spmd.verbs.check import CONFIG_HEADING
 from tests.pages import write_page
 
 HEAVY = {"torch", "mpi4py", "transformers", "deepspeed", "triton", "safetensors", "tokenizers", "matplotlib"}
@@ -321,13 +320,3 @@ def test_first_rows_are_read_as_a_run_reads_them(algorithm, rows, says, capsys, 
     if "no key" not in says:  # which counting the rows would say first
         assert main([*good[1:], good[0]]) == 1
         assert f"error: evaluation on {tmp_path / 'p.jsonl'}: {tmp_path / 'p.jsonl'}, line" in capsys.readouterr().out
-
-
-def test_the_configuration_is_printed_on_request_before_the_verdict(capsys):
-    words = ["check", "flattening", "--preset", "llama-7b", "--layout", "1x4"]
-    assert main(words) == 1
-    plain = capsys.readouterr().out
-    assert CONFIG_HEADING not in plain and plain.splitlines()[-2] == "Refused: 1 error."
-    assert main([*words, "--show-config"]) == 1
-    text, _, last = capsys.readouterr().out.partition(CONFIG_HEADING)
-    assert plain.startswith(text) and "preset: llama-7b" in last and last.endswith(plain[len(text) :])

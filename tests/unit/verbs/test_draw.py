@@ -9,15 +9,7 @@ from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.command_line.fitting_strategies import compile_all
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.forecast import forecast
-from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program.compile import compile_program
-from rlhf_spmd.plan.workflow import Role, trace
-from rlhf_spmd.runtime.pictures import palette
-from rlhf_spmd.verbs.draw import picture_of
-from tests.programs import SHAPE, make_workload
-from tests.unit.plan.cost.test_seconds import machine
+from tests.programs import make_workload
 from tests.unit.verbs.test_check import HEAVY
 
 MINE = """from rlhf_spmd.plan.layout import Layout
@@ -40,12 +32,6 @@ def refusal(capsys, *arguments: str) -> str:
     found = capsys.readouterr()
     assert found.out == "" and found.err.count("\n") == 1 and found.err.startswith("rlhf_spmd: error: ")
     return found.err
-
-
-def texts(picture) -> list[str]:
-    from matplotlib.text import Text
-
-    return [text.get_text() for text in picture.draw().findobj(Text) if text.get_text()]
 
 
 # ---- what is drawn ---------------------------------------------------------------------------------------------------
@@ -71,39 +57,6 @@ def test_a_map_needs_no_calibration_and_timelines_do(capsys, tmp_path):
     assert draw(*words, "--only", "map") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["forecast_s"] is None
     assert "no calibration of h200-141g is shipped" in refusal(capsys, *words, "--overwrite")
-
-
-def named(actor: str, others: tuple[str, ...]):
-    """Returns a workflow whose models have other names than PPO's."""
-
-    def algorithm(model, compute, prompts) -> None:
-        responses, _ = model(actor).generate(prompts)
-        made = [model(name).infer("scores", prompts, responses, output=f"{name}_scores") for name in others]
-        scores = {f"scores_{number}": one for number, one in enumerate(made)}
-        advantages = compute("add", responses=responses, **scores, makes={"advantages": "row"})
-        model(actor).train("loss", prompts, responses, advantages=advantages)
-
-    roles = {actor: Role("lm", lr=1e-6)} | {name: Role("scalar") for name in others}
-    return trace(algorithm, roles, {"prompts": "prompt"})
-
-
-def test_any_workflow_is_drawn_with_a_hue_for_each_model():
-    workload, cluster = make_workload(), Cluster.parse("1x2")
-    names = tuple(f"judge{number}" for number in range(9))
-    workload = type(workload)(**{
-        **{name: getattr(workload, name) for name in workload.__dataclass_fields__},
-        "workflow": named("pupil", names),
-        "models": dict.fromkeys(("pupil", *names), SHAPE),
-    })  # fmt: skip
-    calls = workload.workflow.placed_calls
-    placement = Placement({call.name: Layout.data_parallel(cluster.ranks) for call in calls})
-    program = compile_program(workload, placement, cluster)
-    found = {"mine": forecast(program, machine())}
-    picture = picture_of({"mine": program}, found, title="t", maps=True, by="made up")
-    words = texts(picture)
-    assert {"pupil generate", "pupil train", "judge0 infer", "judge8 infer"} < set(words)
-    styles = palette.styles_of(workload.workflow)
-    assert len({styles[f"{name}_infer"].colour for name in names[:7]} | {styles["pupil_generate"].colour}) == 8
 
 
 def test_strategies_get_the_options_that_they_have():

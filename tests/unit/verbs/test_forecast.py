@@ -61,17 +61,6 @@ def test_evaluations_have_seconds_of_their_own(tmp_path, capsys):
     assert 0 < short["evaluation_s"] < with_evaluations["evaluation_s"] < with_evaluations["forecast_s"]
 
 
-def test_an_evaluation_that_does_not_fit_is_said(tmp_path, capsys):
-    (tmp_path / "held_out.jsonl").write_text('{"prompt": "the cat"}\n', encoding="utf-8")
-    words = ["reallocation", *BIG, "strategy.zero=2", "strategy.training_tp=4", "micro_batch=1"]
-    told = []
-    for more in ([], [f"eval.prompts={tmp_path}/held_out.jsonl", "eval.max_new_tokens=1000000"]):
-        told.append((main(["forecast", *words, *more]), json.loads(capsys.readouterr().out.splitlines()[-1])))
-    (status, alone), (status_with, evaluated) = told
-    assert status == 0 and alone["ok"] and alone["missing_bytes"] == 0
-    assert status_with == 1 and not evaluated["ok"] and evaluated["missing_bytes"] > 0
-
-
 def test_a_picture_without_torch_and_mpi(mine, tmp_path):
     out = tmp_path / "mine.png"
     command = ["forecast", mine, "--layout", "1x2", "--out", str(out), "rollout_batch=16", "mini_batch=16"]
@@ -89,14 +78,6 @@ def test_what_does_not_fit_is_forecast_and_said(capsys):
     result = json.loads(last)
     assert result["forecast_s"] > 0 and result["missing_bytes"] > 100 * 2**30 and not result["ok"]
     assert any("error: ranks 0-7 need" in line for line in text)
-
-
-def test_a_file_of_options_names_the_strategy(tmp_path, capsys):
-    (tmp_path / "c.yaml").write_text(
-        "strategy: {name: separation, training_tp: 2}\nrollout_batch: 16\nmini_batch: 16\n", encoding="utf-8"
-    )
-    assert main(["forecast", "--config", str(tmp_path / "c.yaml"), "--layout", "1x4"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["strategy"] == "separation"
 
 
 @pytest.mark.parametrize(

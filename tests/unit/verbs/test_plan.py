@@ -23,7 +23,6 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.verbs.plan import _check_words
-from tests.programs import make_workload as small_workload
 from tests.unit.verbs.test_check import HEAVY
 
 CPU = {
@@ -204,20 +203,6 @@ def test_bad_input_is_one_message(capsys, arguments, message):
     assert message in refusal(capsys, *arguments)
 
 
-def test_a_cluster_file_with_a_device_that_was_not_measured_is_refused(capsys, tmp_path):
-    path = tmp_path / "mixed.toml"
-    path.write_text(
-        '[[nodes]]\ndevices = 8\ndevice = "a100-80g"\n\n[[nodes]]\ndevices = 8\ndevice = "h100-80g"\n', encoding="utf-8"
-    )
-    message = refusal(capsys, "--cluster", str(path), "--calibration", "a100-80g", "--preset", "llama-7b")
-    assert "a100-80g does not know devices of type h100-80g, only a100-80g; choose another one, or measure" in message
-    message = refusal(capsys, "--cluster", str(path), "--layout", "2x8")
-    assert "drop --layout and --device-type" in message
-    path.write_text(path.read_text(encoding="utf-8").replace("h100-80g", "h200-141g"), encoding="utf-8")
-    message = refusal(capsys, "--cluster", str(path), "--preset", "llama-7b")
-    assert "no calibration of h200-141g is shipped" in message
-
-
 def test_what_fits_nowhere_says_by_how_much_and_what_to_lower(capsys):
     message = refusal(
         capsys, "--preset", "llama-70b", "--layout", "1x4", "--calibration", "a100-80g", "--method", "two_phase"
@@ -253,11 +238,6 @@ def test_a_launcher_is_refused(capsys, monkeypatch):
 
 
 # ---- a forecast as records, and a run against its forecast -----------------------------------------------------------
-
-
-def example(name: str, size: int, **options):
-    workload, cluster = small_workload(mini_batch=8), Cluster.parse(f"1x{size}")
-    return load_strategy(name).compile(workload, cluster, options)
 
 
 def test_plans_stand_beside_the_strategies(planned):

@@ -3,10 +3,7 @@
 import os
 import subprocess
 import sys
-import threading
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from rlhf_spmd.__main__ import main
@@ -61,12 +58,6 @@ def test_faults_that_name_nothing(given, words, program):
     assert all(word in str(error.value) for word in words)
 
 
-def test_memory(monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**28))
-    with pytest.raises(UserError, match="64 ranks need 4.0 GiB of memory, and 256.0 MiB are free"):
-        rehearse.check_room(64)
-
-
 def test_a_layout_without_room_is_refused_before_it_is_compiled(capsys, monkeypatch):
     monkeypatch.setattr(rehearse, "compile_all", None)
     assert main(["rehearse", "flattening", "--layout", "512x8", "--calibration", "a100-80g"]) == 2
@@ -86,14 +77,6 @@ def test_bad_words(words, told, capsys, monkeypatch):
     monkeypatch.setattr(os, "execve", None)  # nothing is started
     assert main(["rehearse", *words]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_the_passing_line_is_away_when_the_ranks_start(monkeypatch):
-    shown, over = list[bool](), threading.Event()
-    monkeypatch.setattr(rehearse.progress, "_over", over)
-    monkeypatch.setattr(os, "execve", lambda *words: shown.append(not over.is_set()))
-    main(["rehearse", "flattening"])
-    assert shown == [False]
 
 
 @pytest.mark.parametrize(("out", "told"), [("file", "is not new"), ("run", "is not new"), (" ", "is not new")])

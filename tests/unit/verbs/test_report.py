@@ -10,7 +10,6 @@ import pytest
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 from rlhf_spmd.runtime.pictures.palette import RUNS
-from rlhf_spmd.runtime.records import web_page
 from rlhf_spmd.runtime.records.web_page import NONE
 from rlhf_spmd.runtime.world.trace import write_chrome
 from tests.unit.runtime.world.test_trace import two_ranks
@@ -129,18 +128,6 @@ def test_runs_are_compared_in_one_picture_a_metric(tmp_path):
     at = words.index("commit")
     assert words[at : at + 3] == ["commit", NONE, "abc1234"] and "8 x H100" in words and "20" in words
     assert 'aria-label="timelines: fast"' in text and "iteration 2: 1 s, ranks busy 100%" in words
-
-
-def test_iterations_are_counted_as_on_the_console(tmp_path, monkeypatch):
-    """A run of five iterations ends at 5, where its last evaluation is."""
-    run = write_run(tmp_path / "one", "sft")
-    write_lines(run / "metrics.jsonl", [{"iteration": i, "loss": 2.0} for i in range(5)])
-    write_lines(run / "evaluations.jsonl", [{"iteration": i, "loss": 2.0} for i in (0, 5)])
-    drawn = {}
-    monkeypatch.setattr(web_page, "curves", lambda title, series: drawn.setdefault(title, series) and "")
-    written(tmp_path, [run])
-    [series] = drawn["loss"]
-    assert [x for x, _ in series.line] == [1, 2, 3, 4, 5] and [x for x, _ in series.dots] == [0, 5]
 
 
 def test_text_of_a_model_is_text(stages, tmp_path):
