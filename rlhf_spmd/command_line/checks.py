@@ -1,6 +1,5 @@
 """What several subcommands check of a run before it starts, and the report of `check`."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -91,10 +90,15 @@ def check_both(
     """Returns the findings about the program of a run, that of its evaluations and those of its start."""
     findings = check(training)
     if evaluation:
-        findings += [replace(one, message=f"evaluation: {one.message}") for one in check(evaluation, beside=training)]
+        findings += _titled("evaluation", check(evaluation, beside=training))
     for _, program in phases:
-        findings += [replace(one, message=f"data.precompute: {one.message}") for one in check(program)]
+        findings += _titled("data.precompute", check(program))
     return findings
+
+
+def _titled(title: str, findings: Sequence[Finding]) -> list[Finding]:
+    """Puts a title before the messages of findings."""
+    return [replace(finding, message=f"{title}: {finding.message}") for finding in findings]
 
 
 def check_inputs(
@@ -106,19 +110,19 @@ def check_inputs(
     overrides: KEY=VALUE arguments of the command line.
     runs: whether this is the command line of a run, which needs prompts, and imports no functions.
     """
-    keys = {"algorithm"} | {word.partition("=")[0] for word in overrides}
+    keys = {"algorithm", *(word.partition("=")[0] for word in overrides)}
     texts = {"reward_function": config.reward_function, "eval.reward_function": config.eval.reward_function}
-    names = {f"reward function {spec}": key for key, text in texts.items() for spec in foreign_functions(text)}
+    code = {f"reward function {spec}": key for key, text in texts.items() for spec in foreign_functions(text)}
     if config.algorithm.from_file:
-        names[f"algorithm {config.algorithm.name}"] = "algorithm"
-    unnamed = [name for name, key in names.items() if runs or key not in keys]
+        code[f"algorithm {config.algorithm.name}"] = "algorithm"
+    unnamed = [name for name, key in code.items() if runs or key not in keys]
     unchecked = dict.fromkeys(unnamed, "name it on the command line of `check`")
-    if len(unnamed) < len(names):
-        findings = _in_child(partial(_input_findings, config, workflow, unchecked, runs=runs))
-        if findings is not None:
-            return findings
-        unchecked = dict.fromkeys(names, f"importing it took more than {IMPORT_S} s, or ended the process") | unchecked
-    return _input_findings(config, workflow, unchecked, runs=runs)
+    check_all = partial(_input_findings, config, workflow, runs=runs)
+    if len(unnamed) == len(code):
+        return check_all(unchecked)
+    findings = _in_child(partial(check_all, unchecked))
+    late = dict.fromkeys(code, f"importing it took more than {IMPORT_S} s, or ended the process")
+    return check_all(late | unchecked) if findings is None else findings
 
 
 def _in_child(check: Callable[[], list[Finding]]) -> list[Finding] | None:
@@ -130,7 +134,8 @@ def _in_child(check: Callable[[], list[Finding]]) -> list[Finding] | None:
     process.start()
     sender.close()
     try:
-        return [Finding(*values) for values in json.loads(receiver.recv_bytes())] if receiver.poll(IMPORT_S) else None
+        findings: list[Finding] | None = receiver.recv() if receiver.poll(IMPORT_S) else None
+        return findings
     except EOFError:
         return None
     finally:
@@ -148,8 +153,7 @@ def _answer(sender: Any, check: Callable[[], list[Finding]]) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    findings = [(finding.severity, finding.message) for finding in check()]
-    sender.send_bytes(json.dumps(findings).encode())
+    sender.send(check())
 
 
 def _input_findings(config: Config, workflow: Workflow, unchecked: Mapping[str, str], *, runs: bool) -> list[Finding]:
@@ -158,35 +162,30 @@ def _input_findings(config: Config, workflow: Workflow, unchecked: Mapping[str, 
     unchecked: what may not be imported -> why not.
     runs: see check_inputs.
     """
-    findings: list[Finding] = []
+    findings = [Finding("error", NO_PROMPTS)] if runs and not prompt_files(config) else []
     if config.algorithm.from_file:
         check_page = partial(check_functions, config.algorithm, workflow, config.options)
         findings += _findings_of(f"algorithm {config.algorithm.name}", check_page, unchecked)
-    findings += [] if prompt_files(config) or not runs else [Finding("error", NO_PROMPTS)]
     findings += _check_data(config, unchecked)
     if config.eval.prompts:
-        where = f"evaluation on {config.eval.prompts}"
-        new = [one for one in _check_data(evaluated(config), unchecked) if one not in findings]
-        findings += [replace(one, message=f"{where}: {one.message}") for one in new]
+        new = [finding for finding in _check_data(evaluated(config), unchecked) if finding not in findings]
+        findings += _titled(f"evaluation on {config.eval.prompts}", new)
     return findings
 
 
-def _findings_of(what: str, check: Callable[[], object], unchecked: Mapping[str, str]) -> list[Finding]:
-    """Returns the error that a check raises as a finding; a warning if it is not made.
-
-    what: the thing that is checked.
-    unchecked: see _input_findings.
-    """
-    if what in unchecked:
-        return [Finding("warning", f"{what} is not checked: {unchecked[what]}")]
+def _findings_of(subject: str, check: Callable[[], object], unchecked: Mapping[str, str]) -> list[Finding]:
+    """Returns the error that a check raises as a finding; a warning if it is not made. unchecked: see
+    _input_findings."""
+    reason = unchecked.get(subject, "")
     try:
-        check()
+        if not reason:
+            check()
     except (UserError, ModuleNotFoundError) as error:
         cause = error.__cause__ if isinstance(error, UserError) else error
-        if isinstance(cause, ModuleNotFoundError) and cause.name == "torch":
-            return [Finding("warning", f"{what} is not checked: it imports torch, which is not installed here")]
-        return [Finding("error", str(error))]
-    return []
+        if not isinstance(cause, ModuleNotFoundError) or cause.name != "torch":
+            return [Finding("error", str(error))]
+        reason = "it imports torch, which is not installed here"
+    return [Finding("warning", f"{subject} is not checked: {reason}")] if reason else []
 
 
 def _check_data(config: Config, unchecked: Mapping[str, str]) -> list[Finding]:
@@ -194,11 +193,11 @@ def _check_data(config: Config, unchecked: Mapping[str, str]) -> list[Finding]:
     from rlhf_spmd.runtime.data.first_rows import check_first_rows
 
     findings = _findings_of("data", partial(check_first_rows, config), {})
-    if any(role.judge for role in config.algorithm.roles.values()):
-        is_readable = bool(prompt_files(config)) and not findings
-        for spec in split_functions(config.reward_function):
-            check_function = partial(_check_reward, spec, config, is_readable=is_readable)
-            findings += _findings_of(f"reward function {spec}", check_function, unchecked)
+    is_readable = bool(prompt_files(config)) and not findings
+    scores = any(role.judge for role in config.algorithm.roles.values())
+    for spec in split_functions(config.reward_function) if scores else []:
+        check_function = partial(_check_reward, spec, config, is_readable=is_readable)
+        findings += _findings_of(f"reward function {spec}", check_function, unchecked)
     return findings
 
 
@@ -220,9 +219,9 @@ def column_names(config: Config, most: int | None = None) -> list[str]:
     each file (None: all). Raises UserError."""
     from rlhf_spmd.runtime.data.readers import SOURCE, read_records
 
-    named, key = prompt_files(config), config.data.key or config.algorithm.prompts
-    names = dict.fromkeys([SOURCE] if len(named) > 1 else [])  # a row without data_source is given one
-    for path in every_file(named):
+    files, key = prompt_files(config), config.data.key or config.algorithm.prompts
+    names = dict.fromkeys([SOURCE] if len(files) > 1 else [])  # a row without data_source is given one
+    for path in every_file(files):
         for _, row in read_records(path, key, most=most):
             names |= dict.fromkeys(name for name, value in row.items() if name != key or not isinstance(value, str))
     return list(names)
@@ -230,9 +229,6 @@ def column_names(config: Config, most: int | None = None) -> list[str]:
 
 def refuse_errors(name: str, program: Program, findings: Sequence[Finding], evaluate: Evaluate = no_evaluation) -> None:
     """Raises UserError for a program that cannot run; if it does not fit, the error names strategies that do."""
-    errors = [str(finding) for finding in findings if finding.severity == "error"]
-    if errors:
-        advised = advice(program, evaluate)
-        raise UserError(
-            f"strategy {name} is refused by check: {'; '.join(errors[:3])}" + (f". {advised}" if advised else "")
-        )
+    if errors := [str(finding) for finding in findings if finding.severity == "error"]:
+        parts = [f"strategy {name} is refused by check: {'; '.join(errors[:3])}", advice(program, evaluate)]
+        raise UserError(". ".join(filter(None, parts)))

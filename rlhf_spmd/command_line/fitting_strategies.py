@@ -1,15 +1,18 @@
 """Finds options with which the shipped strategies fit a cluster: to compare plans with, and for advice in errors."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.strategy import Strategy, load_strategy
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import least_bytes
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
+from rlhf_spmd.plan.text.program_listing import format_bytes
 from rlhf_spmd.plan.validate import validate
 from rlhf_spmd.plan.workload import Workload
 
@@ -22,7 +25,7 @@ def no_evaluation(training: Program) -> None:
     """Stands in for `evaluate` in a run without evaluations."""
 
 
-def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[Mapping[str, Any], ...]:
+def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[dict[str, Any], ...]:
     """Returns the options to try for a strategy, fastest first; later ones shard more, then store fewer activations."""
     if name not in SPLIT:
         halves = [workload.micro_batch >> power for power in range(1, workload.micro_batch.bit_length())]
@@ -51,41 +54,58 @@ def missing_bytes(program: Program, evaluation: Program | None = None) -> int:
     return max(missing, default=0)
 
 
-def too_large(program: Program, evaluation: Program | None = None) -> bool:
-    """Returns whether `check` refuses a program, or that of the run's evaluations, because of its memory."""
-    found = memory(program) + (memory(evaluation, program) if evaluation else [])
-    return any(finding.severity == "error" for finding in found)
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A shipped strategy with the first options with which it fits.
+
+    program: None if it fits with none of the usual options; evaluation: that of the run's evaluations.
+    note: the options as words, or why it does not fit.
+    """
+
+    options: Mapping[str, Any]
+    program: Program | None
+    evaluation: Program | None
+    note: str
+
+
+def first_fit(name: str, workload: Workload, cluster: Cluster, evaluate: Evaluate = no_evaluation, **more: Any) -> Fit:
+    """Tries the usual options of a shipped strategy, with further ones."""
+    strategy, who = load_strategy(name), f"strategy {name}: "
+    misfits: list[tuple[int, str]] = []  # bytes that a device lacks, and why
+    for options in (tried | more for tried in options_to_try(name, workload, cluster)):
+        words = " ".join(f"{option}={value}" for option, value in options.items())
+        try:
+            placement = strategy.placement(workload, cluster, options)
+            validate(placement, workload, cluster)
+            # Transfers only add bytes, so a program without them shows most misfits without compiling.
+            missing = missing_bytes(Program(workload, placement, cluster, {}, (), ()))
+            if missing <= 0:
+                program = strategy.compile(workload, cluster, options)
+                evaluation = evaluate(program)
+                missing = missing_bytes(program, evaluation)
+        except UserError as error:  # e.g. too few ranks
+            misfits.append((sys.maxsize, str(error).removeprefix(who)))
+            continue
+        if missing <= 0:
+            return Fit(options, program, evaluation, words)
+        note = f"does not fit: a device lacks {format_bytes(missing)}"
+        misfits.append((missing, f"{note} with {words}" if words else note))
+    return Fit({}, None, None, min(misfits)[1])
 
 
 def fitting_options(workload: Workload, cluster: Cluster, evaluate: Evaluate = no_evaluation) -> Iterator[str]:
-    """Returns, for each shipped strategy that fits with some options, --strategy and the first fitting options as words
+    """Yields, for each shipped strategy that fits with some options, --strategy and the first fitting options as words
     of a command line. These shard as little as possible."""
     for name in COMPARED:
-        for options in options_to_try(name, workload, cluster):
-            if _fits(load_strategy(name), options, workload, cluster, evaluate):
-                yield " ".join([f"--strategy {name}", *(f"strategy.{key}={value}" for key, value in options.items())])
-                break
-
-
-def _fits(
-    strategy: Strategy, options: Mapping[str, Any], workload: Workload, cluster: Cluster, evaluate: Evaluate
-) -> bool:
-    try:
-        placement = strategy.placement(workload, cluster, options)
-        validate(placement, workload, cluster)
-        # Transfers only add bytes, so a program without them shows most misfits without compiling.
-        if too_large(Program(workload, placement, cluster, {}, (), ())):
-            return False
-        program = strategy.compile(workload, cluster, options)
-        return not too_large(program, evaluate(program))
-    except UserError:  # e.g. too few ranks
-        return False
+        fit = first_fit(name, workload, cluster, evaluate)
+        if fit.program:
+            yield " ".join([f"--strategy {name}", *(f"strategy.{key}={value}" for key, value in fit.options.items())])
 
 
 def advice(program: Program, evaluate: Evaluate = no_evaluation) -> str:
     """Returns strategies that fit if a program, or that of the run's evaluations, is too large for its devices; else
     empty."""
-    if not too_large(program, evaluate(program)):
+    if missing_bytes(program, evaluate(program)) <= 0:
         return ""
     strategies = list(fitting_options(program.workload, program.cluster, evaluate))
     if not strategies:
@@ -104,11 +124,10 @@ def compile_all(
             next(iter(strategies.values())).typed({option: options[option]})  # raises
     programs = {}
     for name, strategy in strategies.items():
-        own = {option: value for option, value in options.items() if option in strategy.parameters}
-        program = strategy.compile(workload, cluster, own)
-        misfits = {str(finding) for finding in memory(program)}
-        wrong = [finding for finding in check(program) if finding.severity == "error" and str(finding) not in misfits]
-        if wrong:
-            raise UserError(f"strategy {name}: {wrong[0]}; python -m rlhf_spmd check {name} shows all of it")
-        programs[name] = program
+        known = {option: value for option, value in options.items() if option in strategy.parameters}
+        programs[name] = program = strategy.compile(workload, cluster, known)
+        misfits = memory(program)
+        for finding in check(program):
+            if finding.severity == "error" and finding not in misfits:
+                raise UserError(f"strategy {name}: {finding}; python -m rlhf_spmd check {name} shows all of it")
     return programs

@@ -1,6 +1,5 @@
 """The best plans and the shipped strategies side by side, each with its forecast, and the fastest as a strategy."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from textwrap import fill
@@ -8,18 +7,11 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_spmd.command_line.checks import check_both, evaluate_of
-from rlhf_spmd.command_line.fitting_strategies import (
-    COMPARED,
-    Evaluate,
-    missing_bytes,
-    no_evaluation,
-    options_to_try,
-    too_large,
-)
+from rlhf_spmd.command_line.fitting_strategies import COMPARED, Evaluate, first_fit, no_evaluation
 from rlhf_spmd.config.options import Config, evaluated
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import progress
-from rlhf_spmd.pages.strategy import Strategy, load_strategy
+from rlhf_spmd.pages.strategy import Strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.calibration import Calibration
@@ -152,24 +144,11 @@ def fitted(
 
     ahead: of separation.
     """
-    strategy = load_strategy(name)
+    fit = first_fit(name, workload, cluster, evaluate, **({"ahead": ahead} if ahead else {}))
     name = SEPARATION_AHEAD if ahead else name
-    misfits: list[tuple[int, str]] = []  # bytes that a device lacks, and why
-    for tried in options_to_try(strategy.name, workload, cluster):
-        options = {**tried, "ahead": ahead} if ahead else tried
-        words = " ".join(f"{option}={value}" for option, value in options.items())
-        try:
-            program = strategy.compile(workload, cluster, options)
-            evaluation = evaluate(program)
-        except UserError as error:
-            misfits.append((sys.maxsize, str(error).removeprefix(f"strategy {strategy.name}: ")))
-            continue
-        if not too_large(program, evaluation):
-            return Alternative(name, program, forecast(program, calibration), words, evaluation=evaluation)
-        missing = missing_bytes(program, evaluation)
-        misfits.append((missing, f"does not fit: a device lacks {format_bytes(missing)} {words and f'with {words}'}"))
-    _, note = min(misfits)
-    return Misfit(name, note.strip())
+    if fit.program is None:
+        return Misfit(name, fit.note)
+    return Alternative(name, fit.program, forecast(fit.program, calibration), fit.note, evaluation=fit.evaluation)
 
 
 def ranked(rows: Sequence[Row]) -> Iterator[Alternative]:

@@ -285,7 +285,7 @@ def test_functions_that_a_file_names_are_not_imported(capsys, tmp_path):
             [('train("surrogate"', 'train("policy_loss"')],
             "policy_loss(): no value for parameter ",
         ),  # of surrogates.py
-        ([("def surrogate(", "def other(")], "no function surrogate is in the page or in advantages.py"),
+        ([("def surrogate(", "def other(")], "no function surrogate is in the page or in advantages, "),
     ],
 )
 def test_functions_of_a_page_are_bound_as_a_run_binds_them(changes, says, capsys, tmp_path):

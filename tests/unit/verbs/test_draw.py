@@ -74,8 +74,8 @@ def test_what_does_not_fit_is_drawn_and_said(capsys, tmp_path):
 
 
 def test_names_may_stand_among_options():
-    parsed = parse(["draw", "flattening", "a=1", "--out", "x.png", "b=2", "my=dir/mine.py"])
-    assert parsed.strategies == ["flattening", "my=dir/mine.py"] and parsed.overrides == ["a=1", "b=2"]
+    parsed = parse(["draw", "flattening", "a=1", "--out", "x.png", "b=2", "dir/mine.py"])
+    assert parsed.strategies == ["flattening", "dir/mine.py"] and parsed.overrides == ["a=1", "b=2"]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
