@@ -120,11 +120,11 @@ def ahead_text(rows: Sequence[Row], workload: Workload) -> str:
     if early is None:
         why = "; ".join(ahead_problems(1, workload.workflow)) or "no placement of it fits these devices"
         return f"One iteration ahead is out of the question: {why}"
-    verdict, seconds = "pays" if order[0] is early else "would not pay", early.forecast.makespan_s
-    times = [
-        f"{row.forecast.makespan_s / seconds:.2f} times as fast as {row.name}" for row in order if row is not early
-    ]
-    return f"One iteration ahead {verdict}: {early.name} takes {seconds:.4g} s, {', '.join(times)}"
+    seconds = {row.name: row.forecast.makespan_s for row in order}
+    early_s = seconds.pop(early.name)
+    times = ", ".join(f"{row_s / early_s:.2f} times as fast as {name}" for name, row_s in seconds.items())
+    verdict = "pays" if order[0] is early else "would not pay"
+    return f"One iteration ahead {verdict}: {early.name} takes {early_s:.4g} s, {times}"
 
 
 def kind_of(row: Alternative) -> str:

@@ -60,8 +60,8 @@ def cluster_of_run(
     if not config.main_folder:
         raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
     cluster = cluster_of(world, path, config.device_type)
-    found = calibration_for(calibration, cluster, required=required)
-    return with_reserve(cluster, config.reserve, found), found
+    constants = calibration_for(calibration, cluster, required=required)
+    return with_reserve(cluster, config.reserve, constants), constants
 
 
 def cluster_of(world: Any, path: str | None, device_type: str) -> Cluster:

@@ -29,23 +29,23 @@ def measure(scores: Sequence[Sequence[float]], right_at: float) -> dict[str, flo
     num_samples = len(scores[0])
     known = [[score for score in row if score == score] for row in scores]
     values = [(fsum(row) / len(row), max(row), sum(score >= right_at for score in row)) for row in known]
-    found = {f"mean@{num_samples}": _mean([mean for mean, _, _ in values])}
+    metrics = {f"mean@{num_samples}": _mean([mean for mean, _, _ in values])}
     if num_samples > 1:
-        found[f"best@{num_samples}"] = _mean([best for _, best, _ in values])
+        metrics[f"best@{num_samples}"] = _mean([best for _, best, _ in values])
     for k in _numbers(num_samples):
-        found[f"{PASS}{k}"] = _mean([pass_at(k, num_samples, right) for _, _, right in values])
-    return found
+        metrics[f"{PASS}{k}"] = _mean([pass_at(k, num_samples, right) for _, _, right in values])
+    return metrics
 
 
 def measure_by_source(scores: Sequence[Sequence[float]], sources: Sequence[str], right_at: float) -> dict[str, float]:
     """Returns the metrics of `measure` over all prompts and, if they have different sources, over those of each:
     `mean@1/SOURCE`."""
-    found, groups = measure(scores, right_at), dict[str, list[Sequence[float]]]()
+    metrics, groups = measure(scores, right_at), dict[str, list[Sequence[float]]]()
     for row, source in zip(scores, sources, strict=True):
         groups.setdefault(source, []).append(row)
     for source in sorted(groups) if len(groups) > 1 else ():
-        found |= {f"{name}/{source}": value for name, value in measure(groups[source], right_at).items()}
-    return found
+        metrics |= {f"{name}/{source}": value for name, value in measure(groups[source], right_at).items()}
+    return metrics
 
 
 def pass_at(k: int, num_samples: int, num_right: int) -> float:

@@ -27,7 +27,6 @@ STRATEGY_NAME = "strategy.name"  # the strategy, where `strategy` is a mapping w
 FUNCTIONS = ("reward_function", "eval.reward_function", "environment")
 CONFIG, PAGE = "config.json", "algorithm.py"  # of a run folder: the first names the second by its title
 TAG = "tag:yaml.org,2002:"  # of YAML's own types
-DEEPEST_LEVEL = 20  # of values in values, of a file of another program
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +47,14 @@ class ConfigFile:
     @property
     def code(self) -> dict[str, str]:
         """What a file of a run names that is code and comes with the run: word or option -> its text."""
+        if not self.of_run:
+            return {}
         named = {"algorithm": self.page or self.words.get("algorithm", ""), "strategy": self.words.get("strategy", "")}
-        found = {word: text for word, text in named.items() if text.endswith(".py")}
-        for setting in self.settings if self.of_run else ():
-            texts = [setting.value] if isinstance(setting.value, str) else setting.value or []
-            if setting.key in FUNCTIONS and (functions := foreign_functions(*texts)):
-                found[setting.key] = ",".join(functions)
-        return found if self.of_run else {}
+        code = {word: text for word, text in named.items() if text.endswith(".py")}
+        for setting in self.settings:
+            if setting.key in FUNCTIONS and (functions := foreign_functions(str(setting.value or ""))):
+                code[setting.key] = ",".join(functions)
+        return code
 
     def without(self, leaves_out: Callable[[str], bool]) -> "ConfigFile":
         """Returns a copy without the options whose keys are left out."""
@@ -91,13 +91,15 @@ def read_config_file(path: str) -> ConfigFile:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())
         raise UserError(f"{path} is not a file of options: {problem}; write `key: value`, in UTF-8") from None
-    words = {name: settings.pop(name) for name in WORDS if name in settings}
-    for setting in words.values():
+    words = {}
+    for name in settings.keys() & {*WORDS}:
+        setting = settings.pop(name)
         if isinstance(setting.value, list) or setting.value == "":
-            raise UserError(f"{setting.where}{setting.key} must be one text, e.g. {setting.key}: NAME")
+            raise UserError(f"{setting.where}{name} must be one text, e.g. {name}: NAME")
+        if setting.value:
+            words[name] = str(setting.value)
     page, of_run = Path(path).with_name(PAGE), Path(path).name == CONFIG
-    given = {name: str(setting.value) for name, setting in words.items() if setting.value}
-    return ConfigFile(path, given, tuple(settings.values()), str(page) if of_run and is_file(page) else None, of_run)
+    return ConfigFile(path, words, tuple(settings.values()), str(page) if of_run and is_file(page) else None, of_run)
 
 
 def yaml_value(text: str) -> Any:
@@ -110,14 +112,11 @@ def yaml_value(text: str) -> Any:
 
 def yaml_texts(text: str, path: str) -> Any:
     """Returns the texts, lists and mappings of YAML or JSON. Raises UserError for what is none."""
-    depth = 0
     try:
-        for event in yaml.parse(text):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST_LEVEL or isinstance(event, yaml.AliasEvent):
-                raise UserError(f"{path} is nested too deep, or has an alias (*NAME): write the values out")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise UserError(f"{path} has an alias (*NAME): write the values out")
         return yaml.load(text, Loader=yaml.BaseLoader)  # makes texts, lists and mappings alone
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 
 
@@ -147,15 +146,11 @@ def _settings(path: str, node: yaml.MappingNode, prefix: str) -> Iterator[Settin
 class _Dumper(yaml.SafeDumper):
     """Writes lists in one line, and texts with line breaks and the like between double quotes."""
 
-    def represent_list(self, data: list[Any]) -> yaml.Node:
-        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 
-    def represent_str(self, data: str) -> yaml.Node:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
-
-
-_Dumper.add_representer(str, _Dumper.represent_str)
-_Dumper.add_representer(list, _Dumper.represent_list)
+_Dumper.add_representer(list, lambda dumper, items: dumper.represent_sequence(f"{TAG}seq", items, flow_style=True))
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(f"{TAG}str", text, style=None if text.isprintable() else '"')
+)
 
 
 def to_text(values: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Low-rank adapters as options of a run, and what they make of its models."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
@@ -49,17 +49,16 @@ class Lora:
 
     def of_role(self, role: str) -> "Lora":
         """Returns a copy with the options of a role in the places of those of all."""
-        own = self.roles.get(role, RoleLora())
-        given = {part.name: getattr(own, part.name) for part in fields(own)}
+        given = asdict(self.roles.get(role, RoleLora()))
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def of(self, role: str) -> Adapters | None:
         """Returns the adapters of a model that trains; None if all its weights do."""
-        own = self.of_role(role)
-        return Adapters(own.rank, own.alpha, _layers(own.targets), own.rslora, own.dropout) if own.rank else None
+        lora = self.of_role(role)
+        return Adapters(lora.rank, lora.alpha, _layers(lora.targets), lora.rslora, lora.dropout) if lora.rank else None
 
 
-def of_folder(lora: Lora, role: str, found: Adapters, folder: str) -> Adapters:
+def of_folder(lora: Lora, role: str, adapters: Adapters, folder: str) -> Adapters:
     """Returns the adapters of a role that goes on training those in a folder. Raises UserError for an option that
     contradicts them.
 
@@ -67,16 +66,17 @@ def of_folder(lora: Lora, role: str, found: Adapters, folder: str) -> Adapters:
     """
     options, usual = lora.of_role(role), Lora()
     for name in ("rank", "alpha", "targets", "rslora"):
-        value, has = getattr(options, name), getattr(found, name)
+        value, stored = getattr(options, name), getattr(adapters, name)
         is_of_role = getattr(lora.roles[role], name) is not None
-        is_same = (_layers(value) if name == "targets" else value) == has
-        if not is_same and (is_of_role or value != getattr(usual, name)):
+        is_given = is_of_role or value != getattr(usual, name)
+        if is_given and (_layers(value) if name == "targets" else value) != stored:
             key = f"lora.{role}.{name}" if is_of_role else f"lora.{name}"
             raise UserError(
-                f"{key}={_text(value)}, but the {role} goes on from the adapter in {folder}, which has {_text(has)}; "
-                f"drop the option, or merge the adapter (convert {folder} MERGED --merge) and give MERGED"
+                f"{key}={_text(value)}, but the {role} goes on from the adapter in {folder}, which has "
+                f"{_text(stored)}; drop the option, or merge the adapter (convert {folder} MERGED --merge) and give "
+                "MERGED"
             )
-    return replace(found, dropout=options.dropout)
+    return replace(adapters, dropout=options.dropout)
 
 
 def _layers(targets: Targets) -> Targets:

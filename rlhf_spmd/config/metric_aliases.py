@@ -32,24 +32,23 @@ def aliases_of(
     functions: the names of its reward functions; the score of a single one is `score`.
     parts: whether even a single one is a part of a sum.
     """
-    found = []
+    aliases = []
     for row in TABLE.get(system, ()):
-        if algorithm not in row.get("algorithms", [algorithm]):
-            continue
-        if any(getattr(options, name, value) != value for name, value in row.get("when", {}).items()):
-            continue
+        is_of_algorithm = algorithm in row.get("algorithms", [algorithm])
+        holds = all(getattr(options, name, value) == value for name, value in row.get("when", {}).items())
         for function in functions if FUNCTION in row["name"] else [""]:
             score = "score" if len(functions) == 1 and not parts else f"score_{function}"
-            ours = tuple(name.replace(f"score_{FUNCTION}", score) for name in row["ours"])
-            found.append(Alias(row["name"].replace(FUNCTION, function), ours, "complement" in row))
-    return found
+            if is_of_algorithm and holds:
+                ours = tuple(name.replace(f"score_{FUNCTION}", score) for name in row["ours"])
+                aliases.append(Alias(row["name"].replace(FUNCTION, function), ours, "complement" in row))
+    return aliases
 
 
 def aliased(aliases: Sequence[Alias], metrics: Mapping[str, Any]) -> dict[str, float]:
     """Returns the metrics that have aliases, under these names."""
-    found = {}
+    values = {}
     for alias in aliases:
         if all(name in metrics for name in alias.ours):
             total = sum(metrics[name] for name in alias.ours)
-            found[alias.name] = 1.0 - total if alias.complement else total
-    return found
+            values[alias.name] = 1.0 - total if alias.complement else total
+    return values

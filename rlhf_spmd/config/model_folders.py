@@ -23,10 +23,10 @@ def folder_of(role: str, folders: Mapping[str, str], roles: Mapping[str, Role], 
     return next((folder for folder in others if same_tokenizer(base_folder(folder, base), main)), "")
 
 
-def same_tokenizer(one: str, other: str) -> bool:
+def same_tokenizer(first: str, second: str) -> bool:
     """Returns whether two folders hold tokenizers that do the same, however their files are written. Raises UserError
     for a tokenizer that cannot be read."""
-    return one == other or bool(one and other and same_behaviour(Path(one), Path(other)))
+    return first == second or bool(first and second and same_behaviour(Path(first), Path(second)))
 
 
 def shape_of_folder(folder: str) -> ModelShape:

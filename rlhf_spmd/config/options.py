@@ -271,8 +271,8 @@ class Config(OptionTree):
         if self.options is DEFAULTS:
             object.__setattr__(self, "options", self.algorithm.options())
         if self.environment and hasattr(self.options, OLD):  # bits of the sampler's depend on how fast answers come
-            own: dict[str, Any] = {OLD: "recompute"} if getattr(self.options, OLD) == "generator" else {}
-            object.__setattr__(self, "options", dataclasses.replace(self.options, **own))
+            old = getattr(self.options, OLD).replace("generator", "recompute")
+            object.__setattr__(self, "options", dataclasses.replace(self.options, **{OLD: old}))
         object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
         object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))
         of_roles = {role: self.lora.roles.get(role, RoleLora()) for role in usual}
@@ -338,8 +338,8 @@ def prompt_files(config: Config) -> list[str]:
 def function_labels(config: Config) -> list[str]:
     """Returns the names of reward functions whose scores are parts of a sum, in the log: without their modules; none
     for one function that is the score."""
-    found = function_names(config)
-    return found if len(found) > 1 or config.reward_function_mode == "add" else []
+    names = function_names(config)
+    return names if len(names) > 1 or config.reward_function_mode == "add" else []
 
 
 def function_names(config: Config) -> list[str]:
@@ -350,27 +350,27 @@ def function_names(config: Config) -> list[str]:
 def overridden(config: Config, overrides: Iterable[str], given: Sequence[Setting] = ()) -> Config:
     """Returns the config with the settings of a file, then with dotted overrides. Raises UserError."""
     words = settings_of(overrides)
-    given_words = {setting.key: str(setting.value) for setting in words}
-    if ITERATIONS in given_words and given_words.get(EPOCHS, "").strip("0."):
+    values = {setting.key: str(setting.value) for setting in words}
+    if ITERATIONS in values and values.get(EPOCHS, "").strip("0."):
         raise UserError(f"{ITERATIONS} and {EPOCHS} both say how long the run is: give one of them")
     return with_settings(config, [*given, *words], _assigned)
 
 
-def _assigned(config: Config, one: Setting) -> Config:
+def _assigned(config: Config, setting: Setting) -> Config:
     """Returns a copy with one option set. Raises UserError for an unknown key or a wrong value."""
-    group, _, name = one.key.partition(".")
-    text = "none" if one.value is None else one.value if isinstance(one.value, str) else ",".join(one.value)
+    key, value = setting.key, setting.value
+    group, _, name = key.partition(".")
+    text = "none" if value is None else value if isinstance(value, str) else ",".join(value)
     if group == "strategy":
         if not name or "." in name or name == "name":
             raise UserError(
-                f"{one.key}: strategy options are set as strategy.NAME=value; the strategy itself by --strategy"
+                f"{key}: strategy options are set as strategy.NAME=value; the strategy itself by --strategy"
             )
         return dataclasses.replace(config, strategy={**config.strategy, name: text})
-    if one.key in ("preset", "algorithm"):
-        what = "preset is what the overrides change" if group == "preset" else "options are those of the algorithm"
-        raise UserError(f"{one.key}={text}: the {what}; choose it by --{group} {text}")
-    config = assigned(config, one)
-    return with_value(config, EPOCHS, 0.0) if one.key == ITERATIONS else config  # the later one of the two counts
+    if key in ("preset", "algorithm"):
+        raise UserError(f"{key}={text}: the other options depend on it; choose it by --{key} {text}")
+    config = assigned(config, setting)
+    return with_value(config, EPOCHS, 0.0) if key == ITERATIONS else config  # the later one of the two counts
 
 
 def evaluated(config: Config) -> Config:
@@ -380,36 +380,32 @@ def evaluated(config: Config) -> Config:
     # the number of prompts is known before they are tokenised, so none is dropped
     long_prompts = "truncate" if config.data.long_prompts == "drop" else config.data.long_prompts
     shortest = min(generation.min_new_tokens, max_new_tokens)
-    own: dict[str, Any] = {
-        "data": dataclasses.replace(
-            config.data,
-            prompts=evaluation.prompts,
-            weights=(),
-            epochs=0.0,
-            long_prompts=long_prompts,
-        ),
-        "generation": dataclasses.replace(generation, max_new_tokens=max_new_tokens, min_new_tokens=shortest),
-    }
-    if evaluation.reward_function:
-        own |= {"reward_function": evaluation.reward_function, "reward_function_mode": "replace", "reward_weights": ()}
-    return dataclasses.replace(config, **own)
+    data = dataclasses.replace(
+        config.data, prompts=evaluation.prompts, weights=(), epochs=0.0, long_prompts=long_prompts
+    )
+    generation = dataclasses.replace(generation, max_new_tokens=max_new_tokens, min_new_tokens=shortest)
+    changes: dict[str, Any] = {"data": data, "generation": generation}
+    if function := evaluation.reward_function:
+        changes |= {"reward_function": function, "reward_function_mode": "replace", "reward_weights": ()}
+    return dataclasses.replace(config, **changes)
 
 
 def resolved(config: Config, *, algorithm: str | None = None, strategy: str | None = None) -> dict[str, Any]:
     """Returns the config as plain JSON values, options in their groups. algorithm, strategy: how to name them (None:
     the algorithm by its name, the strategy not at all)."""
-    found: dict[str, Any] = {"algorithm": algorithm or config.algorithm.name}
-    for key, one in options_of(config).items():
+    tree: dict[str, Any] = {"algorithm": algorithm or config.algorithm.name}
+    for key, option in options_of(config).items():
         group, dot, name = key.partition(".")
-        (found.setdefault(group, {}) if dot else found)[name or group] = one.value
+        (tree.setdefault(group, {}) if dot else tree)[name or group] = option.value
     named = {"name": strategy} if strategy else {}
-    values: dict[str, Any] = json.loads(json.dumps(found | {"strategy": named | config.strategy}))
+    values: dict[str, Any] = json.loads(json.dumps(tree | {"strategy": named | config.strategy}))
     return values
 
 
 def leaves(config: Config) -> dict[str, str]:
     """Returns every option as text by its dotted key, for comparing."""
-    values = {"algorithm": config.algorithm.name} | {key: one.value for key, one in options_of(config).items()}
+    values = {"algorithm": config.algorithm.name}
+    values |= {key: option.value for key, option in options_of(config).items()}
     values |= {f"strategy.{name}": value for name, value in config.strategy.items()}
     return {key: str(json.loads(json.dumps(value, sort_keys=True))) for key, value in values.items()}
 
@@ -440,7 +436,8 @@ def make_workload(config: Config) -> Workload:
             shape = adapted(role, shape, adapters)
         shapes[role] = shape
     adds_adapters = config.lora.generate == "joined"
-    if adds_adapters and not any((one := shapes[call.model]) and one.adapters for call in workflow.generate_calls):
+    generating = [shapes[call.model] for call in workflow.generate_calls]
+    if adds_adapters and not any(shape and shape.adapters for shape in generating):
         raise UserError("lora.generate=joined: no model with adapters generates responses; drop the option")
     _refuse_dropout(config, workflow)
     lengths = read_forecast_lengths(config.forecast_lengths, config.row_tokens)

@@ -8,6 +8,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Sequence
+from glob import glob
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,19 +58,20 @@ def files_of(part: str | Path) -> list[Path]:
             raise UserError(f"the folder {path} holds several data sets: name one, such as {path / str(splits[0])}")
         if parts := _listed(path / STATE, "_data_files"):
             return [path / str(part["filename"]) for part in parts if "filename" in part]
-        found = [one for one in paths_in(path, "[!._]*") if _is_data(one)]
-        if not found:
+        files = [file for file in paths_in(path, "[!._]*") if _is_data(file)]
+        if not files:
             raise UserError(f"the folder {path} has no data: put files of the kinds {KNOWN} into it, or name one")
-        return found
+        return files
     if not any(char in text for char in WILD) or not why_no_file(path):
         return [path]
     try:
-        found = sorted(one for one in _matches(text) if not is_folder(one) and one.name not in ABOUT)
+        matching = sorted(map(Path, glob(text, recursive=True)))
     except (ValueError, NotImplementedError, OSError) as error:
         raise UserError(f"{text} is not a pattern of files ({error}): write one such as data/*.jsonl") from None
-    if not found:
+    files = [file for file in matching if not is_folder(file) and file.name not in ABOUT]
+    if not files:
         raise UserError(f"no file matches {text} (looked in {Path.cwd()}): change the pattern, or name a file")
-    return found
+    return files
 
 
 def every_file(parts: Sequence[str]) -> list[Path]:
@@ -98,15 +100,8 @@ def _is_data(path: Path) -> bool:
 def _listed(path: Path, key: str) -> list[Any]:
     """Returns a list of a JSON file, if it is there and has one."""
     try:
-        found = json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return []
-    listed = found.get(key) if isinstance(found, dict) else None
+    listed = values.get(key) if isinstance(values, dict) else None
     return listed if isinstance(listed, list) else []
-
-
-def _matches(pattern: str) -> list[Path]:
-    """Returns the paths that match a pattern, which may name folders by patterns, too."""
-    import glob
-
-    return [Path(one) for one in glob.glob(pattern, recursive=True)]

@@ -35,10 +35,10 @@ def json_object(path: Path) -> dict[str, Any]:
     """Returns the object in a file of JSON; an empty one if there is no file, or no object in it. Raises as
     read_bytes."""
     try:
-        found = json_value(read_bytes(path))
+        value = json_value(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def numbered_values(path: Path) -> Iterator[tuple[int, Any]]:
@@ -69,4 +69,4 @@ def json_text(value: object, indent: int | None = None) -> str:
     """Returns a value as JSON that can be written as UTF-8: half of a surrogate pair is escaped. Values that JSON has
     no type for are written as their texts."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, default=str)
-    return ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)  # such characters stand inside texts only
+    return ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)  # such characters stand inside texts only

@@ -9,7 +9,7 @@ CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 def printable(text: str) -> str:
     """Escapes control characters, so that text can't give orders to a terminal; line feeds and tabs stay."""
-    return CONTROLS.sub(lambda found: _escape(found[0]), text)
+    return CONTROLS.sub(lambda match: _escape(match[0]), text)
 
 
 def on_one_line(text: str) -> str:

@@ -51,13 +51,13 @@ def why_no_file(path: str | Path) -> str:
 def read_bytes(path: str | Path) -> bytes:
     """Returns the content of a file. Raises OSError, which names the file, and UserError for a pipe or the like, which
     would be waited for, and for what is too large or does not fit in memory."""
-    found = os.stat(path)
-    mode = found.st_mode
+    status = os.stat(path)
+    mode = status.st_mode
     is_open = stat.S_ISFIFO(mode) and str(path).startswith(OPEN_FILES)
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or is_open):
         raise UserError(f"{path} {NO_FILE}: put a file there, or name another one")
-    if found.st_size > LARGEST:
-        raise UserError(f"{path} has {found.st_size / 2**30:,.1f} GiB, and at most {LARGEST >> 30} are read")
+    if status.st_size > LARGEST:
+        raise UserError(f"{path} has {status.st_size / 2**30:,.1f} GiB, and at most {LARGEST >> 30} are read")
     try:
         return Path(path).read_bytes()
     except OSError as error:

@@ -129,14 +129,14 @@ class Job:
         return max(1, round(self.responses / self.mini_batch)) * epochs
 
 
-def number_of(text: str, what: str) -> float:
+def number_of(text: str, name: str) -> float:
     """Returns a text as a number. Raises Differs if it is none."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise Differs("unavailable", f"{what} is not a number", unread=True)
+        raise Differs("unavailable", f"{name} is not a number", unread=True)
     return number
 
 

@@ -66,10 +66,10 @@ def bound(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[st
 def readout_words(workflow: Workflow, call: LossCall) -> dict[str, tuple[str, str]]:
     """Returns the words by which a loss may ask for outputs of the model that it trains: word -> key of the responses,
     output."""
-    own = [name for name, (head, _) in READOUTS.items() if head == workflow.heads[call.model]]
-    own += [MOST_LIKELY] if LOGPROBS in own else []
-    own += [ENTROPY] if call.entropy else []
-    return _qualified(call.responses, own)
+    words = [name for name, (head, _) in READOUTS.items() if head == workflow.heads[call.model]]
+    words += [MOST_LIKELY] if LOGPROBS in words else []
+    words += [ENTROPY] if call.entropy else []
+    return _qualified(call.responses, words)
 
 
 def mask_words(workflow: Workflow, call: LossCall | Compute) -> dict[str, tuple[str, str]]:
@@ -97,12 +97,12 @@ def check_call(
     numbers: options and state of the algorithm.
     """
     given: dict[str, Any] = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
-    own: dict[str, Any] = dict(readout_words(workflow, call)) if isinstance(call, Train) else {}
+    readouts: dict[str, Any] = dict(readout_words(workflow, call)) if isinstance(call, Train) else {}
     unused = [name for name, key in call.arguments if workflow.shapes[key] != "response"]
     if isinstance(call, Train) and call.loglinear:
-        own |= {LAG_SHARE: None}
+        readouts[LAG_SHARE] = None
         unused.append(LAG_SHARE)
-    bound(page_function.function, numbers | given | own)
+    bound(page_function.function, numbers | given | readouts)
     prepare = page_function.prepare
     taken = page_function.words | (words_of(prepare) if prepare else set())
     if unused := [name for name in unused if name not in taken]:

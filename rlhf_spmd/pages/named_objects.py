@@ -15,29 +15,27 @@ from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.pages.user_module import described, import_file, pass_on_interrupt
 
 
-def load_named(spec: str, what: str) -> Any:
-    """Imports what a text names, and returns it. what: it should be, for messages ("function"). Raises UserError naming
-    the wrong part and the fix."""
+def load_named(spec: str, kind: str) -> Any:
+    """Imports what a text names, and returns it. kind: what it should be, for messages ("function"). Raises UserError
+    naming the wrong part and the fix."""
     target, _, name = spec.rpartition(":")
     if not target or not name.isidentifier():
-        raise UserError(f"write it as module:{what} or file.py:{what}")
+        raise UserError(f"write it as module:{kind} or file.py:{kind}")
     path, in_file = Path(target), target.endswith(".py") or "/" in target
     if in_file and (path.suffix != ".py" or not is_file(path)):
         raise UserError(f"{path} {why_no_file(path) or 'is not a .py file'}")
     extend_import_path(path.resolve().parent if in_file else Path.cwd())
-    try:
-        if in_file:  # the prefix cannot hide an installed module
-            module = import_file(path.resolve(), f"_rlhf_spmd_named_{path.stem}")
-        else:
-            module = importlib.import_module(target)
+    try:  # the prefix cannot hide an installed module
+        named = f"_rlhf_spmd_named_{path.stem}"
+        module = import_file(path.resolve(), named) if in_file else importlib.import_module(target)
     except BaseException as error:
         pass_on_interrupt(error)
         fix = "fix the file"
         if isinstance(error, ModuleNotFoundError):
-            fix = f"install {error.name} in this environment, start in its folder, or write path/to/file.py:{what}"
+            fix = f"install {error.name} in this environment, start in its folder, or write path/to/file.py:{kind}"
         raise UserError(f"importing {target} raised {described(error, None)}: {fix}") from error
     if not hasattr(module, name):
-        raise UserError(f"{target} has no {name!r}{did_you_mean(name, vars(module))}: name a {what.lower()} of it")
+        raise UserError(f"{target} has no {name!r}{did_you_mean(name, vars(module))}: name a {kind.lower()} of it")
     return getattr(module, name)
 
 

@@ -123,14 +123,14 @@ def _options(
 def _fields(cls: type) -> list[tuple[Field[Any], Any, str]]:
     """Returns the fields of a dataclass, each with the type of its value, or of its values by name, and the form of
     ByName."""
-    hints, found = get_type_hints(cls, include_extras=True), []
+    hints, parts = get_type_hints(cls, include_extras=True), []
     for part in fields(cls):
         annotation, form = hints[part.name], ""
         for by_name in getattr(annotation, "__metadata__", ()):
             if isinstance(by_name, ByName):
                 annotation, form = get_args(get_args(annotation)[0])[1], by_name.form
-        found.append((part, annotation, form))
-    return found
+        parts.append((part, annotation, form))
+    return parts
 
 
 @cache

@@ -43,8 +43,8 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
     except PydanticUserError as error:
         raise UserError(f"{key} cannot be set from text, because its type is {annotation}") from error
     if isinstance(text, list) and annotation is str:
-        if odd := next((item for item in text if "," in item), None):
-            raise UserError(f"{key}: the list has {odd!r}, and a comma would divide it in two; rename it")
+        if divided := [item for item in text if "," in item]:
+            raise UserError(f"{key}: the list has {divided[0]!r}, and a comma would divide it in two; rename it")
         text = ",".join(text)
     candidates: list[Any] = [None, "", [], {}] if text is None else [text]
     if isinstance(text, str):
@@ -53,19 +53,19 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
             candidates += [] if isinstance(value, bool) else [value]  # as text it is a truth value, and no number
         candidates.append([part.strip() for part in text.split(",")] if text else [])
         candidates += [{}] if text.lower() in ("", "none") else []
-    problem, shown = None, f"{key}={'null' if text is None else text!s:.300}"
+    problems: list[Any] = []
     for candidate in candidates:
         try:
             value = adapter.validate_python(candidate)
+            if not isinstance(value, float) or math.isfinite(value):
+                return value
+            problems = [{"type": "", "msg": "give a finite number"}]
         except ValidationError as error:
-            if problem is None or all(item["type"] == "tuple_type" for item in problem.errors()):
-                problem = error  # what is wrong with a list says more than that a text is none
-            continue
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{shown}: give a finite number")
-        return value
-    texts = [item["msg"].partition(", unable to")[0] for item in (problem.errors() if problem else [])]
-    raise UserError(f"{shown}: {'; '.join(dict.fromkeys(texts)).replace('Input', 'it')}")
+            if all(problem["type"] == "tuple_type" for problem in problems):
+                problems = error.errors()  # what is wrong with a list says more than that a text is none
+    texts = dict.fromkeys(problem["msg"].partition(", unable to")[0] for problem in problems)
+    shown = "null" if text is None else f"{text!s:.300}"
+    raise UserError(f"{key}={shown}: {'; '.join(texts).replace('Input', 'it')}")
 
 
 def text_of(value: Any) -> str:

@@ -10,21 +10,20 @@ from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints every algorithm and, last, a line of JSON -> the exit status."""
-    found, columns = {}, table_width() or sys.maxsize
+    calls, columns = {}, table_width() or sys.maxsize
     for name in algorithm_names():
         algorithm = load_algorithm(name)
         workflow = algorithm.workflow(algorithm.options())
         roles = ", ".join(f"{role} ({algorithm.roles[role].head} head)" for role in workflow.models)
-        data = [algorithm.prompts, *algorithm.responses.values()]
-        data += [f"{number.column} (a number)" for number in algorithm.row_numbers.values()]
-        title = f"{name}: {algorithm.title}; {roles}; data {', '.join(data)}"
+        numbers = [f"{number.column} (a number)" for number in algorithm.row_numbers.values()]
+        data = ", ".join([algorithm.prompts, *algorithm.responses.values(), *numbers])
+        title = f"{name}: {algorithm.title}; {roles}; data {data}"
         print(textwrap.fill(title, columns, subsequent_indent="  "))
         for call in workflow.calls:
-            does = f"{call.model}.{call.kind}({call.function})" if call.model else f"compute({call.function})"
-            made = ", ".join(call.outputs) or f"new weights of the {call.model}"
-            print(f"  {call.name:<26}  {does}")
-            text = f"{', '.join(call.inputs)} -> {made}"
+            model, results = f"{call.model}.{call.kind}" if call.model else "compute", ", ".join(call.outputs)
+            print(f"  {call.name:<26}  {model}({call.function})")
+            text = f"{', '.join(call.inputs)} -> {results or f'new weights of the {call.model}'}"
             print(textwrap.fill(text, columns, initial_indent=" " * 6, subsequent_indent=" " * 8))
-        found[name] = [call.name for call in workflow.calls]
-    print_json({"algorithms": found, "ok": True}, parsed.json)
+        calls[name] = [call.name for call in workflow.calls]
+    print_json({"algorithms": calls, "ok": True}, parsed.json)
     return 0

@@ -13,28 +13,28 @@ from rlhf_spmd.model.hf import convert_gguf
 
 def run(parsed: argparse.Namespace) -> int:
     """Writes the folder -> the exit status. Raises UserError."""
-    told = {"folder": str(parsed.folder), "ok": True}
+    result = {"folder": str(parsed.folder), "ok": True}
     if parsed.merge:
         if parsed.base and (named := other_base(str(parsed.source), str(parsed.base))):
-            print(
-                f"rlhf_spmd: note: {parsed.source} was made for {named}, whose files have other weights than "
-                f"{parsed.base}; the result is right only if that is the same model, such as in another precision",
-                file=sys.stderr,
+            _note(
+                f"{parsed.source} was made for {named}, whose files have other weights than {parsed.base}; the result "
+                "is right only if that is the same model, such as in another precision"
             )
         merged = merge(parsed.source, parsed.folder, base=parsed.base)
-        told |= {"updated": merged.num_updated, "lost": merged.num_lost}
+        result |= {"updated": merged.num_updated, "lost": merged.num_lost}
         if merged.num_lost and merged.dtype.itemsize < 4:
-            dtype = str(merged.dtype).removeprefix("torch.")
-            lost = f"{merged.num_lost:,} of {merged.num_updated:,} weights"
-            print(
-                f"rlhf_spmd: note: rounding to {dtype}, the type of the base, loses the update of {lost}; merge into a "
-                "base in float32 to keep it",
-                file=sys.stderr,
+            _note(
+                f"rounding to {merged.dtype}, the type of the base, loses the update of {merged.num_lost:,} of "
+                f"{merged.num_updated:,} weights; merge into a base in float32 to keep it"
             )
     elif parsed.base:
         raise UserError("--base is the base of an adapter; add --merge, or drop it")
     else:
         convert_gguf(parsed.source, parsed.folder)
     print(f"{parsed.folder}: a Hugging Face folder")
-    print_json(told, parsed.json)
+    print_json(result, parsed.json)
     return 0
+
+
+def _note(text: str) -> None:
+    print(f"rlhf_spmd: note: {text}", file=sys.stderr)

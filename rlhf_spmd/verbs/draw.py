@@ -37,7 +37,7 @@ def run(parsed: argparse.Namespace) -> int:
     maps = parsed.only != "timelines"
     save(out, lambda path: picture_of(programs, forecasts, title=title, maps=maps, by=by).save(path))
     print(forecast_table(programs, forecasts, table_width()))
-    seconds = {name: found.makespan_s for name, found in forecasts.items()}
+    seconds = {name: made.makespan_s for name, made in forecasts.items()}
     print_json({"out": str(out), "strategies": list(programs), "forecast_s": seconds or None, "ok": True}, parsed.json)
     return 0
 
@@ -57,13 +57,14 @@ def picture_of(
 
     workflow = next(iter(programs.values())).workload.workflow
     picture = Picture()
-    what = ["Maps: which rank runs which call, one iteration from top to bottom."] if maps else []
-    what += [f"Timelines: {by}."] if forecasts else []
-    picture.title(title, " ".join(what))
+    legend = "Maps: which rank runs which call, one iteration from top to bottom. " * maps
+    picture.title(title, (legend + f"Timelines: {by}." * bool(forecasts)).strip())
     if maps:
         add_maps(picture, [Map(Path(name).stem, program) for name, program in programs.items()])
     if forecasts:
-        panels = [Panel(Path(name).stem, spans_of_forecast(one), note(one.program)) for name, one in forecasts.items()]
+        panels = [
+            Panel(Path(name).stem, spans_of_forecast(made), note(made.program)) for name, made in forecasts.items()
+        ]
         add_stack(picture, panels, styles=styles_of(workflow), most_lanes=MOST_LANES)
     return picture
 
@@ -80,7 +81,8 @@ def forecast_table(
     """Returns the forecast of each program, if there is one, in numbers. columns: of `table`."""
     rows: list[tuple[str, ...]] = [("strategy", "seconds", "bubble", "note")]
     for name, program in programs.items():
-        found = forecasts.get(name)
-        seconds = (f"{found.makespan_s:.4g}", f"{abs(bubble(found)):.0%}") if found else ("-", "-")
+        seconds = ("-", "-")
+        if name in forecasts:
+            seconds = (f"{forecasts[name].makespan_s:.4g}", f"{abs(bubble(forecasts[name])):.0%}")
         rows.append((name, *seconds, note(program)))
     return table(rows, columns)

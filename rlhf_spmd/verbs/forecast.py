@@ -29,14 +29,14 @@ def run(parsed: argparse.Namespace) -> int:
     assert calibration is not None, "required"
     workload = make_workload(config)
     ((name, program),) = compile_all([parsed.strategy], workload, cluster, config.strategy).items()
-    found = forecast(program, calibration)
+    made = forecast(program, calibration)
     evaluation = evaluate_of(config)(program)
     evaluation_s = forecast(evaluation, calibration).makespan_s if evaluation else None
-    seconds, limit, findings = call_s(found), limits(program, calibration), check_both(program, evaluation)
-    rate, idle = workload.num_sequences / found.makespan_s, abs(bubble(found))
+    seconds, limit, findings = call_s(made), limits(program, calibration), check_both(program, evaluation)
+    rate, idle = workload.num_sequences / made.makespan_s, abs(bubble(made))
     where = f"preset {config.title} on {cluster} ({', '.join(cluster.device_types)})"
     print(f"{name}, {where}, seconds by calibration {calibration.name}")
-    print(f"  {found.makespan_s:.4g} s per iteration, {rate:.4g} sequences/s, bubble {idle:.0%}")
+    print(f"  {made.makespan_s:.4g} s per iteration, {rate:.4g} sequences/s, bubble {idle:.0%}")
     columns = table_width()
     by_call, by_rank = call_table(program, seconds, limit, columns), memory_table(program, columns)
     print(f"\nSeconds of each call in an iteration, and what limits it\n{by_call}")
@@ -49,17 +49,17 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.out:
         stem = Path(name).stem
         by = f"forecast with calibration {calibration.name}"
-        picture = picture_of({stem: program}, {stem: found}, title=f"{stem}, {where}", maps=True, by=by)
+        picture = picture_of({stem: program}, {stem: made}, title=f"{stem}, {where}", maps=True, by=by)
         save(Path(parsed.out), picture.save)
         print(f"The picture is in {parsed.out}")
-    fits = not any(one.severity == "error" for one in findings)
+    fits = not any(finding.severity == "error" for finding in findings)
     calls = {call: {"seconds": seconds[call], "limit": limit[call]} for call in seconds}
     result = {
         "strategy": name,
         "layout": str(cluster),
         "preset": config.preset,
         "calibration": calibration.name,
-        "forecast_s": found.makespan_s,
+        "forecast_s": made.makespan_s,
         "samples_per_s": rate,
         "bubble": idle,
         "evaluation_s": evaluation_s,

@@ -22,8 +22,9 @@ def run(world, parsed: argparse.Namespace) -> None:
         file = parsed.file or ConfigFile("")
         folder = parsed.model or file.words.get("model")
         if not folder:
-            what = "is empty" if parsed.model == "" else "is missing"
-            raise UserError(f"--model {what}: give --model FOLDER, or `model: FOLDER` in the file of --config")
+            raise UserError(
+                "--model is missing or empty: give --model FOLDER, or `model: FOLDER` in the file of --config"
+            )
         options = load_options(words, settings_of(file))
         check_options(options)
         layout = Layout.grid_of(range(world.size), tp=options.tp)

@@ -16,8 +16,8 @@ def run(parsed: argparse.Namespace) -> int:
     out = check_out(parsed, ".html", ".htm")
     folders = {Path(name).resolve(): Path(name) for name in parsed.runs}  # each once
     runs = [read(folder) for folder in folders.values()]
-    title = parsed.title or ("Run " if len(runs) == 1 else "Runs ") + ", ".join(one.name for one in runs)
+    title = parsed.title or ("Run " if len(runs) == 1 else "Runs ") + ", ".join(run.name for run in runs)
     save(out, lambda path: path.write_text(page(runs, title), encoding="utf-8", errors="backslashreplace"))
     print(f"{out}: {len(runs)} run{'s' * (len(runs) > 1)}, {out.stat().st_size / 1e3:,.0f} kB")
-    print_json({"out": str(out), "runs": [str(one.path) for one in runs], "ok": True}, parsed.json)
+    print_json({"out": str(out), "runs": [str(run.path) for run in runs], "ok": True}, parsed.json)
     return 0

@@ -30,21 +30,19 @@ def run(parsed: argparse.Namespace) -> int:
     slowest, newest, state = slowest_rank(records), newest_checkpoint(run), run_status(records, now)
     last = metrics[-1] if metrics else {}
     parts = [name for name in last if name.startswith("score_") and not name.endswith("_std")]
-    print(f"{run}: {state}")
-    line = f"  iterations  {len(metrics)}" + (f" of {total} done" if total else " done")
-    line += f", {pace_s:.2f} s each" if pace_s else ""
-    if pace_s and total and state == "running":
-        line += f", about {pace_s * (total - len(metrics)):,.0f} s left"
-    print(line + (f", {speed:,.0f} tokens/s generated" if speed else ""))
     values = {name: last.get(name) for name in (*reported(run, config).headlines, *parts, "response_length")}
     numbers = [f"{name} {value:.4g}" for name, value in values.items() if isinstance(value, int | float)]
+    facts = [f"{len(metrics)} of {total} done" if total else f"{len(metrics)} done"]
+    facts += [f"{pace_s:.2f} s each"] if pace_s else []
+    facts += [f"about {pace_s * (total - len(metrics)):,.0f} s left"] if pace_s and total and state == "running" else []
+    facts += [f"{speed:,.0f} tokens/s generated"] if speed else []
+    print(f"{run}: {state}\n  iterations  {', '.join(facts)}")
     if numbers:
         print(f"  last        {', '.join(numbers)}")
     age_s = now - (newest / MANIFEST).lstat().st_mtime if newest else 0.0
     print(f"  checkpoint  {newest.name}, {age_s:,.0f} s ago" if newest else "  checkpoint  none yet")
     if slowest is not None:
-        rank, share = slowest
-        print(f"  slowest     rank {rank}: it waits least, {share:.0%} of its time")
+        print(f"  slowest     rank {slowest[0]}: it waits least, {slowest[1]:.0%} of its time")
     print(table([COLUMNS, *(_row(record, now) for record in records)], table_width()))
     result = {
         "run": str(run),
@@ -53,8 +51,8 @@ def run(parsed: argparse.Namespace) -> int:
         "iterations": total,
         "iteration_s": pace_s,
         "gen_tokens_per_s": speed,
-        "slowest_rank": slowest[0] if slowest else None,
-        "checkpoint": str(newest) if newest else None,
+        "slowest_rank": slowest and slowest[0],
+        "checkpoint": newest and str(newest),
         "ranks": [to_json(record, now) for record in records],
         "ok": state in ("running", "finished"),
     }

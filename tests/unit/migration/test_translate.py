@@ -255,7 +255,7 @@ def test_no_size_is_made_of_a_text_that_is_none(value):
         ("a.yaml", "- 1", "holds no options"),
         ("a.yaml", "a: [", "is not YAML"),
         ("a.yaml", "a: &a {b: *a}", "an alias"),
-        ("a.yaml", "[" * 1000, "nested too deep"),
+        ("a.yaml", "[" * 1000 + "]" * 1000, "is not YAML: maximum recursion depth"),
         ("a.sh", "python3 -m openrlhf.cli.train_sft", "coming-from PROGRAM` before the command that trains"),
         ("a.py", "args = DPOConfig(output_dir='x')", r"into a YAML file"),
     ],
