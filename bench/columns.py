@@ -1,5 +1,7 @@
 """The columns of the tables in documents and terminals: a heading, and a cell as a function of a row (columns.toml)."""
 
+import math
+import statistics
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
@@ -8,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.cells import ROWS, Row, cell, grouped, matching
-from bench.numbers.lag import paired
 from bench.rows import SHIPPED, clean_rows
 
 Columns = dict[str, Callable[[dict], str]]
@@ -154,6 +155,40 @@ def recipes_by_strategy(rows: Rows) -> list[dict]:
                 one = {"algorithm": row["algorithm"], "where": where, "strategy": name, "times": times}
                 tried.append(one | {"chosen": row["strategy"] == name})
     return grouped(tried, ("algorithm", "where", "strategy"))
+
+
+# of runs of `bench lag`
+MEASURE = "accuracy_mean"  # of a run of bench lag: of its evaluations after training has begun
+MEASURES = {"": MEASURE, "last_": "accuracy_last"}  # what is compared, by what its differences are called
+OF_PAIR = ("page", "actor_lr", "warmup")  # what both runs of a pair have, and the seed
+OF_PLACE = (*OF_PAIR, "lag", "correction")
+NATS = {"nats": "parity_mean_abs", "largest_nats": "parity_mean_abs_largest"}  # of an iteration's lag: mean, largest
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's distribution, by the number of pairs
+
+
+def paired(rows: Sequence[Mapping]) -> list[dict]:
+    """Returns, of every algorithm, rate, warm-up, lag and correction that has two seeds at least: the number of seeds,
+    the mean difference of each measure from lag 0, half of its 95% interval, and the mean over the seeds of the lag in
+    nats, where every row has it."""
+    places: dict[tuple, list[tuple[Mapping, Mapping]]] = {}
+    base = {tuple(row[name] for name in (*OF_PAIR, "seed")): row for row in rows if row["lag"] == 0}
+    for row in rows:
+        if row["lag"] and (alone := base.get(tuple(row[name] for name in (*OF_PAIR, "seed")))):
+            places.setdefault(tuple(row[name] for name in OF_PLACE), []).append((row, alone))
+    made = []
+    for place, pairs in places.items():
+        if (num := len(pairs)) < 2:
+            continue
+        one: dict = dict(zip(OF_PLACE, place, strict=True)) | {"seeds": num}
+        for prefix, measure in MEASURES.items():
+            differences = [row[measure] - alone[measure] for row, alone in pairs]
+            one[f"{prefix}difference"] = statistics.fmean(differences)
+            one[f"{prefix}half"] = T_95[num] * statistics.stdev(differences) / math.sqrt(num)
+        for name, measure in NATS.items():
+            found = [row[measure] for row, _ in pairs if measure in row]
+            one[name] = statistics.fmean(found) if len(found) == num else None
+        made.append(one)
+    return made
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.columns import COLUMNS, Columns, Rows, quoted, table
+from bench.columns import COLUMNS, JOINED, Columns, Rows, quoted, table
 from bench.rows import REPOSITORY, Arguments
 
 PAGES = tuple(REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/recipes.md"))
@@ -85,7 +85,8 @@ def ended(bench: str, rows: Sequence[dict], *, ok: bool | None = None, **told: A
 
 def text_table(name: str, rows: Sequence[dict]) -> str:
     """Formats the rows for a terminal, in columns; the first and the last ones start at the left."""
-    cells = [list(COLUMNS[name]), *([cell(row).replace("`", "") for cell in COLUMNS[name].values()] for row in rows)]
+    columns = COLUMNS.get(name) or JOINED[name]
+    cells = [list(columns), *([cell(row).replace("`", "") for cell in columns.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     last = len(widths) - 1
     return "\n".join(

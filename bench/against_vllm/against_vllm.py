@@ -27,6 +27,7 @@ from bench.speed import generate_peers as peers
 from bench.speed.generate import CASE, DTYPES, PLACES, REPEATS, SMOLLM2, THREADS
 from bench.speed.generate_compare import row_of, take_turns
 from bench.speed.roofline import precision_of
+from bench.tables import text_table
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.profile.machine import cpu_info, details
 
@@ -104,7 +105,7 @@ def rows_of(
         row |= {"passes": passes, "model": "SmolLM2-135M", "threads": THREADS, "peer_load_s": load_s}
         row |= {"ours_first_s": first["ours"][0], "peer_first_s": first["vllm"][0], "promised": LEAST[row["dtype"]]}
         row["ok"] = row["ratio"] >= row["promised"]
-        print(show(row), flush=True)
+        print(text_table("against_vllm", [row]), flush=True)
         yield row
 
 
@@ -118,12 +119,3 @@ def by_vllm(worker: Worker, work: peers.Workload) -> int:
 
 def processor() -> list[str]:
     return [*details(cpu_info()), torch.backends.cpu.get_cpu_capability()]
-
-
-def show(row: dict) -> str:
-    verdict = "" if row["ok"] else f"  BELOW {row['promised']:g}"
-    return (
-        f"{row['dtype']}, {row['requests']} requests, {row['work']}: {row['ours_tokens_per_s']:,.0f} tokens/s, "
-        f"vLLM {row['peers_tokens_per_s']['vllm']:,.0f}: {row['ratio']:.2f}x{verdict} "
-        f"(not counted: ours {row['ours_first_s']:.0f} s, vLLM {row['peer_load_s']:.0f} + {row['peer_first_s']:.0f} s)"
-    )

@@ -25,7 +25,6 @@ import time
 from pathlib import Path
 
 from bench.rows import ABOUT, OUTPUT, Arguments, keep, provenance, read_rows, rows_so_far, write, written
-from bench.speed.strategies import TWO_TYPES
 from bench.tables import ended
 from rlhf_spmd import embedded
 from tests.started import Started, num_iterations, outcome, slowest_s
@@ -66,6 +65,14 @@ class Slow(Table):
 ADAPTERS = "ppo with adapters"
 WORDS[ADAPTERS] = [*WORDS["ppo"], "lora.rank=4", "lora.targets=q_proj,v_proj,down_proj"]
 AHEAD = "ppo one iteration ahead"
+TWO_TYPES = """[[nodes]]
+devices = 2
+device = "cpu"
+[[nodes]]
+devices = 2
+device = "other-cpu"
+[types.other-cpu]
+"""  # a cluster file: one machine stands in for two nodes
 WORDS[AHEAD] = [*WORDS["ppo"], "strategy.ahead=1", "rollouts.every=1"]
 WORDS[AHEAD] += ["ppo.old_logprobs=current", "ppo.importance_weights=token"]
 WORDS[AHEAD] += ["ppo.importance_weights=token"]

@@ -18,8 +18,9 @@ from bench.first_light.steps import Found, Light, Missing
 from bench.forecast import derived
 from bench.forecast.derived import GPU, GPUS, LLAMA_7B, Derived
 from bench.speed.gpu_decode import Shape, captured
-from bench.speed.kernels import ROUNDS, gpu_cases, measure, measure_step, peak_bytes, show
+from bench.speed.kernels import ROUNDS, gpu_cases, measure, measure_step, peak_bytes
 from bench.speed.roofline import alternate, ceilings_of, elapsed_s, precision_of
+from bench.tables import text_table
 from rlhf_spmd.config.model_folders import model_config_of
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.transformer import Transformer
@@ -103,7 +104,7 @@ def kernel_step(light: Light) -> Found:
     shape, rows, context = (Shape(32, 48, 2, 2, 16, 300), 2, 32) if light.dry else (Shape(), 64, 1024)
     ceilings = measured_ceilings(light.device)
     row = light.row(**measure_step(light.device, ceilings, shape=shape, rows=rows, context=context))
-    print(show(row))
+    print(text_table("kernels", [row]))
     told = f"{1e3 * row['ours_s']:.2f} ms, {row['share_of_memory']:.0%} of {gigabytes(ceilings)} GB/s"
     return Found(light.dry or row["ok"], told)
 
@@ -141,7 +142,7 @@ def kernel_speed(light: Light) -> Found:
     suite = [cases.gating(device, 4, 64, torch.float32)] if light.dry else gpu_cases(device)
     for case in suite:
         row = light.row(**measure(case, device, ceilings))
-        print(show(row), flush=True)
+        print(text_table("kernels", [row]), flush=True)
         num += 1
         below += [] if row["ok"] or light.dry else [f"{row['kernel']} {row['dtype']} {row['shape']}"]
     return Found(not below, f"{num - len(below)} of {num} cases" + "".join(f"; below: {name}" for name in below))
@@ -166,7 +167,6 @@ def against_transformers(light: Light, options: Mapping[str, dict]) -> Found:
     limit."""
     from bench.speed import generate_peers as peers
     from bench.speed.generate_compare import compare
-    from bench.speed.generate_compare import show as show_ratio
     from bench.speed.generate_gpu import LEAST, ROWS
 
     shape = DRY if light.dry else LLAMA_7B
@@ -183,7 +183,7 @@ def against_transformers(light: Light, options: Mapping[str, dict]) -> Found:
         promised = LEAST if kind == "spread" else 1.0
         row = compare(work, theirs, mine, repeats=1, options=options)
         row |= {"model": "Llama 7B shape", "promised": promised, "ok": row["ratio"] >= promised}
-        show_ratio(light.row(**row))
+        print(text_table("generate", [light.row(**row)]), flush=True)
         gc.collect()
         ok &= row["ok"]
         told.append(f"{work.name}: {row['ours_tokens_per_s']:,.0f} tokens/s, {row['ratio']:.1f} times")

@@ -8,12 +8,11 @@ the same terms.
 Cost: none. Command: python -m bench derived
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from bench.rows import Arguments, write
-from bench.tables import text_table
+from bench.tables import ended
 from rlhf_spmd.plan.cost.seconds import STATE_BYTES, head_flops, layer_flops
 from rlhf_spmd.plan.workload import SHAPES, ModelShape
 
@@ -181,6 +180,4 @@ def main(arguments: list[str]) -> int:
     Arguments("derived", __doc__).parse_args(arguments)
     rows = make_rows()
     write("derived", rows)
-    print(text_table("derived", rows))
-    print(json.dumps({"bench": "derived", "rows": len(rows), "ok": True}))
-    return 0
+    return ended("derived", rows, ok=True)

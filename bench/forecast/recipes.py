@@ -8,7 +8,6 @@ that of --calibration or --device-type.
 Cost: about five minutes of a core, on all cores. Command: python -m bench recipes [--device-type h100-80g]
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from bench.forecast.scan import machine
 from bench.forecast.suites import Case, grid_of
 from bench.forecast.tuning import Found, best_options
 from bench.rows import Arguments, write
-from bench.tables import text_table
+from bench.tables import ended
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.machines.calibration_file import with_reserve
@@ -174,7 +173,5 @@ def main(arguments: list[str]) -> int:
     every = list(places(calibration))
     with ProcessPoolExecutor() as pool:
         rows = list(tqdm(pool.map(row_of, every), total=len(every), unit="place", leave=False))
-    print(text_table("recipes", rows))
     write("recipes", rows)
-    print(json.dumps({"bench": "recipes", "rows": len(rows), "fit": sum(bool(row["strategy"]) for row in rows)}))
-    return 0
+    return ended("recipes", rows, ok=True, fit=sum(bool(row["strategy"]) for row in rows))

@@ -49,16 +49,6 @@ def reals_space(workload: Workload) -> Allowed:
     return allowed
 
 
-def on_devices(call: Call, layout: Layout, cluster: Cluster) -> bool:
-    """Accepts layouts whose models stay on the devices."""
-    return not layout.offload
-
-
-def on_all_ranks(call: Call, layout: Layout, cluster: Cluster) -> bool:
-    """Accepts layouts on all ranks, of which each call may have its own."""
-    return len(layout.ranks) == cluster.num_devices
-
-
 def within(spaces: Sequence[Allowed]) -> Allowed:
     """Returns the space of the layouts that lie in each of some."""
     return lambda call, layout, cluster: all(allowed(call, layout, cluster) for allowed in spaces)
@@ -66,8 +56,8 @@ def within(spaces: Sequence[Allowed]) -> Allowed:
 
 SPACES: dict[str, Callable[[Workload], Allowed]] = {
     "real": reals_space,
-    "on_devices": lambda workload: on_devices,
-    "on_all_ranks": lambda workload: on_all_ranks,
+    "on_devices": lambda workload: lambda call, layout, cluster: not layout.offload,
+    "on_all_ranks": lambda workload: lambda call, layout, cluster: len(layout.ranks) == cluster.num_devices,
 }
 
 

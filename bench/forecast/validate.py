@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from tqdm import tqdm
 
+from bench.cells import grouped, number
 from bench.forecast.spaces import reals_space
 from bench.forecast.validate_rows import (
     COLUMNS,
@@ -100,10 +101,11 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 def summary(results: Sequence[dict]) -> dict:
     """Returns errors by system, the correlation of all rows, and whether the README's promises hold of these rows."""
-    systems = {}
-    for name in dict.fromkeys(row["system"] for row in results):
-        errors = [abs(row["error"]) for row in results if row["system"] == name]
-        systems[name] = {"mean_abs_error": sum(errors) / len(errors), "worst_abs_error": max(errors)}
+    parts = {"mean_abs_error": "mean abs error", "worst_abs_error": "max abs error"}
+    systems = {
+        group["system"]: {name: number(field, group) for name, field in parts.items()}
+        for group in grouped(results, ["system"])
+    }
     known = [row for row in results if row["system"] != SEARCHED]
     found = spearman(*([float(row[key]) for row in known] for key in ("forecast_s", "sec_per_iter")))
     both = [row for row in results if row.get("published_ratio")]

@@ -10,20 +10,20 @@ rate, which rises over all 80 steps of a run (`--actor-lr 5e-5 --warmup 80`), th
 Cost: 190 runs of 15 s on a thread each. Command: python -m bench lag
 """
 
-import json
-import math
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
+from bench.columns import MEASURE, paired
 from bench.rows import OUTPUT, Arguments, fill, read_rows, rows_so_far, train
+from bench.tables import ended
 
 ON_A_RANK = "--on-a-rank"
 PAGES, LAGS, SEEDS = ("grpo", "ppo"), (1, 2, 4), (0, 1, 2, 3, 4)
@@ -41,12 +41,6 @@ ACTOR_LR = 1e-4  # a third of the preset's, with which an iteration moves a toke
 SIZE = ("mini_batch=64", "micro_batch=64", "iterations=20", "eval.every=4")
 KEY = ("page", "lag", "correction", "seed")
 LIMIT_S = 3600.0
-MEASURE = "accuracy_mean"  # of a run of bench lag: of its evaluations after training has begun
-MEASURES = {"": MEASURE, "last_": "accuracy_last"}  # what is compared, by what its differences are called
-OF_PAIR = ("page", "actor_lr", "warmup")  # what both runs of a pair have, and the seed
-OF_PLACE = (*OF_PAIR, "lag", "correction")
-NATS = {"nats": "parity_mean_abs", "largest_nats": "parity_mean_abs_largest"}  # of an iteration's lag: mean, largest
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's distribution, by the number of pairs
 
 
 def cases(lags: Sequence[int] = LAGS) -> list[tuple[str, int, str, int]]:
@@ -103,31 +97,6 @@ def measured(case: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def paired(rows: Sequence[Mapping]) -> list[dict]:
-    """Returns, of every algorithm, rate, warm-up, lag and correction that has two seeds at least: the number of seeds,
-    the mean difference of each measure from lag 0, half of its 95% interval, and the mean over the seeds of the lag in
-    nats, where every row has it."""
-    places: dict[tuple, list[tuple[Mapping, Mapping]]] = {}
-    base = {tuple(row[name] for name in (*OF_PAIR, "seed")): row for row in rows if row["lag"] == 0}
-    for row in rows:
-        if row["lag"] and (alone := base.get(tuple(row[name] for name in (*OF_PAIR, "seed")))):
-            places.setdefault(tuple(row[name] for name in OF_PLACE), []).append((row, alone))
-    made = []
-    for place, pairs in places.items():
-        if (num := len(pairs)) < 2:
-            continue
-        one: dict = dict(zip(OF_PLACE, place, strict=True)) | {"seeds": num}
-        for prefix, measure in MEASURES.items():
-            differences = [row[measure] - alone[measure] for row, alone in pairs]
-            one[f"{prefix}difference"] = statistics.fmean(differences)
-            one[f"{prefix}half"] = T_95[num] * statistics.stdev(differences) / math.sqrt(num)
-        for name, measure in NATS.items():
-            found = [row[measure] for row, _ in pairs if measure in row]
-            one[name] = statistics.fmean(found) if len(found) == num else None
-        made.append(one)
-    return made
-
-
 def main(arguments: list[str]) -> int:
     if arguments[:1] == [ON_A_RANK]:
         from rlhf_spmd.__main__ import main as program
@@ -148,11 +117,5 @@ def main(arguments: list[str]) -> int:
     have = [{name: row[name] for name in every[0]} for row in ([] if OUTPUT.again else rows_so_far("lag"))]
     now = islice((case for case in every if case not in have), parsed.most)
     rows = fill("lag", now, partial(measured, overrides=parsed.overrides), together=parsed.together)
-    for one in paired(rows):
-        rate = f"rate {one['actor_lr']:g}, warm-up {one['warmup']}"
-        words = f"{one['page']}, {rate}, lag {one['lag']}, {one['correction']}, {one['seeds']} seeds"
-        last = f"last {one['last_difference']:+.3f} +- {one['last_half']:.3f}"
-        print(f"{words}: mean {one['difference']:+.3f} +- {one['half']:.3f}, {last}")
     num = sum(any(case.items() <= row.items() for row in rows) for case in every)
-    print(json.dumps({"bench": "lag", "rows": num, "of": len(every), "ok": num == len(every)}))
-    return 0
+    return ended("lag", paired(rows), ok=num == len(every), rows_of_all=[num, len(every)])

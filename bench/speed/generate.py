@@ -19,10 +19,10 @@ import torch
 
 from bench.rows import REPOSITORY, Arguments, keep
 from bench.speed import generate_peers as peers
-from bench.speed.generate_compare import compare, show
+from bench.speed.generate_compare import compare
 from bench.speed.generate_costs import floor
 from bench.speed.roofline import ceilings_of, elapsed_s, name_of, precision_of
-from bench.tables import ended
+from bench.tables import ended, text_table
 from rlhf_spmd.model.transformer import Transformer
 
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2-135m"
@@ -66,7 +66,7 @@ def on_cpu(
             row["ok"] = row["ratio"] >= row["promised"]
             if kind == "limit":
                 row = with_floor(row, work, mine, ceilings)
-            show(row)
+            print(text_table("generate", [row]), flush=True)
             rows.append(row)
     return rows
 

@@ -58,19 +58,3 @@ def row_of(work: peers.Workload, dtype: torch.dtype, found: dict[str, tuple[floa
         "peers_tokens_per_s": {name: tokens / taken_s for name, (taken_s, _) in found.items()},
         "ratio": min(taken_s for taken_s, _ in found.values()) / ours_s,
     }
-
-
-def show(row: dict) -> None:
-    theirs = ", ".join(f"{name} {rate:,.0f}" for name, rate in row["peers_tokens_per_s"].items())
-    verdict = "" if row["ok"] else f"  BELOW {row['promised']:g}"
-    print(
-        f"{row['model']}, {row['dtype']}, {row['requests']} requests, {row['work']}: "
-        f"{row['ours_tokens_per_s']:,.0f} tokens/s, {theirs}: {row['ratio']:.2f}x{verdict}",
-        flush=True,
-    )
-    if "step_s" in row:
-        floors = f"memory {1e3 * row['memory_s']:.1f}, products {1e3 * row['matrix_s']:.1f}"
-        print(
-            f"  a decode step takes {1e3 * row['step_s']:.1f} ms; its floor ({floors} ms) is "
-            f"{row['share_of_floor']:.0%} of that; its products alone take {1e3 * row['products_s']:.1f} ms"
-        )

@@ -21,7 +21,7 @@ from bench.speed import kernel_cases as cases
 from bench.speed.gpu_decode import DecodeBench, Shape
 from bench.speed.kernel_cases import Case
 from bench.speed.roofline import alternate, ceilings_of, name_of, precision_of
-from bench.tables import ended
+from bench.tables import ended, text_table
 from rlhf_spmd.runtime.records.software import version_of
 
 ROUNDS = 15
@@ -139,15 +139,6 @@ def measure_step(device: torch.device, ceilings: dict, *, shape: Shape, rows: in
     return row | {"peers_s": {}, "times_faster": {}, "promised": promised, "ok": share >= STEP_SHARE}
 
 
-def show(row: dict) -> str:
-    shares = [f"{row[f'share_of_{what}']:4.0%} of {what}" for what in ("memory", "matrix") if f"share_of_{what}" in row]
-    ratios = [f"{ratio:5.2f}x {name}" for name, ratio in row["times_faster"].items()]
-    peak = [f"peak {row['peak_share']:.1%} of full logits"] if row.get("peak_share") is not None else []
-    verdict = "" if row["ok"] else "  BELOW " + ", ".join(f"{name} {x:.2f}" for name, x in row["promised"].items())
-    measured = "  ".join(ratios + shares + peak)
-    return f"{row['kernel']:<17} {row['dtype']:<8}  {1e3 * row['ours_s']:9.3f} ms  {measured}   {row['shape']}{verdict}"
-
-
 def main(arguments: list[str]) -> int:
     parser = Arguments("kernels", __doc__)
     parser.add_argument("--only", default="", help="measure only the kernels whose name holds this; writes nothing")
@@ -158,7 +149,7 @@ def main(arguments: list[str]) -> int:
     for case in cpu_cases(device):
         if parsed.only in case.kernel:
             rows.append(measure(case, device, ceilings))
-            print(show(rows[-1]), flush=True)
+            print(text_table("kernels", rows[-1:]), flush=True)
     about = {"bench": "kernels", "device": name_of(device), "triton": version_of("triton"), **ceilings}
     if not parsed.only:
         write("kernels", [about | row for row in rows])

@@ -14,6 +14,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from bench.faults.faults import strategy_words
 from bench.rows import TIMELINES, Arguments, provenance, train, write
 from bench.speed.shares import KINDS, mean_shares
 from bench.tables import ended
@@ -27,14 +28,6 @@ from rlhf_spmd.plan.cost.memory import static_bytes
 DRAWN = ("flattening", "interleaving1", "interleaving2", "separation")
 DRAWN_RANKS = 2
 DEMO = (4, "separation", ())
-TWO_TYPES = """[[nodes]]
-devices = 2
-device = "cpu"
-[[nodes]]
-devices = 2
-device = "other-cpu"
-[types.other-cpu]
-"""  # a cluster file: one machine stands in for two nodes
 CASES = [(2, name, ()) for name in DRAWN]
 CASES += [(2, "reallocation", ("training_tp=2",))]
 CASES += [(4, name, ()) for name in DRAWN]
@@ -82,10 +75,8 @@ def run_case(
     from rlhf_spmd.runtime.world.trace import lanes, read_chrome
 
     words = [f"iterations={iterations}", "num_samples=0", *(f"strategy.{option}" for option in options)]
-    command, cluster = ["--runs", str(folder), "--strategy", name], Cluster.parse(f"1x{num_ranks}")
+    command, cluster = ["--runs", str(folder), *strategy_words(name, folder)], Cluster.parse(f"1x{num_ranks}")
     if name == "heterogeneous":
-        (folder / "cluster.toml").write_text(TWO_TYPES, encoding="utf-8")
-        command += ["--cluster", str(folder / "cluster.toml")]
         cluster = read_cluster(str(folder / "cluster.toml"))
     result, metrics = train(num_ranks, [*command, *words])
     records = read_chrome(Path(result["run_dir"]) / "timeline.json")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.forecast.baselines import baseline_forecast, largest, recomputing, setups
+from bench.forecast.baselines import baseline_forecast, recomputing, setups
 from bench.forecast.claims import eleven_times
 from bench.forecast.scan import phase_s
 from bench.forecast.validate_systems import EAGER_LAYER_S, USABLE
@@ -73,12 +73,6 @@ def test_passes_of_training_gather_and_scatter_anew():
     gather_s = 7 / 8 * WHOLE_BYTES / A100.inside.bytes_per_s + 7 * A100.inside.latency_s
     critic_s = gather_s - 7 / 8 * 2 * 4096 * (32000 - 1) / A100.inside.bytes_per_s  # a head of one column
     assert seconds[1] - seconds[0] == pytest.approx(2 * (3 + 1) * (gather_s + critic_s))
-
-
-def test_the_most_rows_that_fit():
-    assert largest(48, lambda rows: rows <= 48) == 48
-    assert largest(48, lambda rows: rows <= 47) == 32
-    assert largest(48, lambda rows: False) == 0
 
 
 def test_the_hybrid_engine_needs_room_for_whole_weights():

@@ -11,6 +11,7 @@ import pytest
 
 from bench.first_light import checks, first_light
 from bench.first_light.steps import STEPS, Step
+from bench.rows import read_rows
 from tests.run_mpi import REPOSITORY
 
 PLANTS = "tests.planted_steps"
@@ -28,11 +29,7 @@ def verdicts_of(folder: Path) -> dict[str, dict]:
 
 
 def rows_of(folder: Path) -> list[dict]:
-    return rows_at(folder / "rows.jsonl")
-
-
-def rows_at(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return read_rows(folder / "rows.jsonl")
 
 
 def is_alive(process: int) -> bool:

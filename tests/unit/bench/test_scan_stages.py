@@ -1,6 +1,5 @@
 """Forecasts of the stages that generate nothing: rows against what they are made of, and the part of a suite."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +8,8 @@ from bench.cells import grouped, number
 from bench.columns import JOINED
 from bench.forecast.claims import ahead_of_zero3
 from bench.forecast.own_ideas import own_cases
-from bench.forecast.scan import main, run_suite
+from bench.forecast.scan import run_suite
 from bench.forecast.suites import STAGES, SUITES
-from bench.rows import RESULTS
 from bench.tables import markdown
 from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.workload import SHAPES
@@ -76,12 +74,3 @@ def test_the_plan_beside_zero3():
     assert ahead_of_zero3(rows)["planner_ahead_of_zero3"] == ["dpo llama-7b 1x8 a100-80g: 0.5 against 0.995"]
     rows[0] |= {"iteration_s": None}
     assert number(FACTOR, *grouped(rows, PLACE)) is None
-
-
-def test_a_scan_of_one_stage_in_one_place(capsys):
-    before = {path: path.read_bytes() for path in RESULTS.glob("s*.jsonl")}
-    assert main(["--algorithm", "reward_model", "--preset", "llama-7b", "--layout", "1x8"]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert json.loads(last) == {"bench": "scan", "suite": "stages", "cases": 4, "ok": True}
-    assert any("planner" in line and "plan=" in line for line in lines)
-    assert before == {path: path.read_bytes() for path in RESULTS.glob("s*.jsonl")}

@@ -34,16 +34,12 @@ def test_one_changed_option_is_found():
     assert "in flight: 2" in found and "in flight: 1" in found
 
 
-@pytest.mark.parametrize("edit", ["change", "drop", "add", "swap"])
+@pytest.mark.parametrize("edit", ["change", "swap"])
 def test_a_changed_line_is_found_and_named(edit):
     old = lines_of(SMALL)
     new, at = list(old), next(i for i, line in enumerate(old) if ": run actor_generate" in line)
     if edit == "change":
         new[at] = new[at].replace("actor_generate", "actor_infer")
-    elif edit == "drop":
-        del new[at]
-    elif edit == "add":
-        new.insert(at, "rank 0 0: agree more")
     else:
         new[at], new[at + 1] = new[at + 1], new[at]
     found = compare({"case": old}, {"case": new}, {})
