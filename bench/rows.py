@@ -24,7 +24,7 @@ PACKAGES = ("torch", "deepspeed", "mpi4py", "numpy")
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "planner")  # forecast
 SHIPPED = STRATEGIES[:-1]
 BASELINES = DEEPSPEED_CHAT, PER_TOKEN = "deepspeed-chat", "zero3-per-token"  # other systems, as strategies of rows
-TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "evaluation_s")  # metrics of a run that are times
+TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "evaluation_s", "tflops", "mfu", "peak_bytes")  # of a run
 Finish = Callable[[list[dict]], list[dict]]
 DIRTY = "-dirty"  # how a commit ends that does not say what was run
 ABOUT = ("date", "commit", "hardware", "python", "versions")  # of every row

@@ -1,13 +1,19 @@
 """Which checkpoint folder each role of an algorithm is read from, and sizes of models from their configs and back."""
 
+import json
+import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from rlhf_spmd import embedded
 from rlhf_spmd.model.adapters.uniform import base_folder
-from rlhf_spmd.model.config import ModelConfig, read_config_json
-from rlhf_spmd.model.texts.tokenizer_files import same_behaviour
+from rlhf_spmd.model.config import RANDOM, ModelConfig, read_config_json, to_hf
+from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES, same_behaviour
 from rlhf_spmd.plan.workflow import Role
-from rlhf_spmd.plan.workload import ModelShape
+from rlhf_spmd.plan.workload import SHAPES, ModelShape
+
+LONGEST = 2**17  # tokens of a sequence of a model with random weights
 
 
 def folder_of(role: str, folders: Mapping[str, str], roles: Mapping[str, Role], base: str = "") -> str:
@@ -72,3 +78,19 @@ def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelCo
         mlp_bias=shape.mlp_bias,
         qk_norm=shape.qk_norm,
     )
+
+
+def write_random_model(folder: Path, shape: str, dtype: str) -> None:
+    """Writes the folder of a model whose weights are random (model/random_weights.py), with the tokenizer of the preset
+    tiny.
+
+    shape: by its name in SHAPES.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in map(embedded.path_of("tiny/actor").joinpath, TOKENIZER_FILES):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    size = SHAPES[shape]
+    config = replace(model_config_of(size, size.num_layers, LONGEST), eos_token_ids=(2,), pad_token_id=0)
+    for name, values in (("config.json", to_hf(config, head="lm", dtype=dtype)), (RANDOM, {"weights": "random"})):
+        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

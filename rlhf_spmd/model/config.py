@@ -31,6 +31,8 @@ _ROPE_NUMBERS = (
     *("beta_fast", "beta_slow"),
 )
 
+RANDOM = "random_weights.json"  # in the folder of a model whose weights are random, in place of them
+
 # Hugging Face's keys -> fields of ModelConfig
 _SIZES = {
     "vocab_size": "vocab_size",

@@ -24,6 +24,7 @@ from rlhf_spmd.model import config as model_config
 from rlhf_spmd.model import weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
+from rlhf_spmd.model.random_weights import is_random, random_tensors
 from rlhf_spmd.model.stored_names import HEADS, check_names, hugging_face_names
 from rlhf_spmd.model.texts.template_time import format_time
 from rlhf_spmd.model.texts.tokenizer import Tokenizer, padding_token
@@ -96,11 +97,15 @@ def load_model(
     config = read_config(folder)
     whole = Transformer(config, head=head, dtype=dtype, device="meta")
     model = Transformer(config, head=head, dtype=dtype, device="meta", parallel=parallel)
+    shapes = {to_hf_name(name): weight.shape for name, weight in whole.state_dict().items()}
+    parts = {to_hf_name(name): slice_of(name, config, parallel.shard) for name in model.state_dict()}
+    if is_random(folder):
+        tensors = random_tensors(shapes, parts, dtype=dtype, device=device)
+        model.take({name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+        return model
     found = weights.locate(folder)
     stored = hugging_face_names(found)
     places = {name: found[there] for name, there in stored.items()}
-    shapes = {to_hf_name(name): weight.shape for name, weight in whole.state_dict().items()}
-    parts = {to_hf_name(name): slice_of(name, config, parallel.shard) for name in model.state_dict()}
     missing_head = check_names(_file(folder), stored, shapes, head=head, tied=config.tie_embeddings)
     if missing_head and not fresh_head:
         raise UserError(

@@ -76,6 +76,7 @@ def _qwen(
 
 
 SHAPES = {  # Llama 1 and 2 (arXiv 2302.13971, 2307.09288); Qwen2.5 (arXiv 2412.15115, and config.json of each model)
+    "llama-15m": _llama(6, 288, 768, 6, 6),  # of llama2.c, for runs on CPUs with random weights
     "llama-7b": _llama(32, 4096, 11008, 32, 32),
     "llama-13b": _llama(40, 5120, 13824, 40, 40),
     "llama-33b": _llama(60, 6656, 17920, 52, 52),

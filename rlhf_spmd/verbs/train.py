@@ -22,7 +22,9 @@ from rlhf_spmd.command_line.words import (
     load_config,
 )
 from rlhf_spmd.config import options as configs
+from rlhf_spmd.config.model_folders import write_random_model
 from rlhf_spmd.config.options import Config
+from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_file
 from rlhf_spmd.pages.strategy import Strategy, load_strategy
@@ -40,6 +42,8 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
     """Reads and compares everything that the ranks must agree on, then trains -> the exit status. Raises UserError."""
     with world.together("reading the configuration"):
         config, strategy, resumed = _read(parsed)
+    if parsed.random_weights:
+        config = _with_random_weights(world, config, Path(parsed.runs or RUNS) / "random-weights")
     world.use_device(config.device)
     if config.preset == "model" and not resumed and world.computes.index is not None:
         with world.together("reading the configuration for a GPU"):
@@ -103,6 +107,21 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         as_json=parsed.json,
     )
     return TERMINATED_STATUS if result is None else 0
+
+
+def _with_random_weights(world: Any, config: Config, parent: Path) -> Config:
+    """Returns the options of a preset without weights with folders of random ones, which rank 0 writes. Collective;
+    raises UserError for a model that has a folder."""
+    roles = config.algorithm.roles
+    needed = [role for role in roles if not (roles[role].judge and config.only_function)]
+    shapes = {role: shape for role, shape in shapes_by_role(config.shape, roles).items() if role in needed}
+    with world.together("writing models with random weights"):
+        if config.main_folder or not all(shapes.values()):
+            raise UserError("--random-weights is for presets without weights, such as --preset llama-7b")
+        if world.rank == 0:
+            for shape in {*shapes.values()}:
+                write_random_model(parent / shape, shape, config.dtype)
+    return replace(config, shape="", models={role: str(parent / shape) for role, shape in shapes.items()})
 
 
 def _read(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed | None]:

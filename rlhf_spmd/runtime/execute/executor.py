@@ -86,6 +86,7 @@ class Executor(InstructionLoop):
         it generated (response_hashes.py). A message is a line of JSON followed by the records as they are in memory."""
         sent = {"bytes": data.num_bytes_sent, "messages": data.num_messages_sent}
         numbers = data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
+        numbers["peak_bytes"] = self.world.computes.peak_bytes()
         message = json.dumps(numbers).encode() + b"\n" + responses_made(self.program, self.world.rank, data).tobytes()
         said = (answer.partition(b"\n") for answer in self.world.allgather_bytes(message, what))
         return [json.loads(numbers) | {"rows": np.frombuffer(rows, ROW)} for numbers, _, rows in said]

@@ -16,7 +16,7 @@ from rlhf_spmd.runtime.checkpoint.saving import Tensors
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.run.metrics import check_finite, summarize
+from rlhf_spmd.runtime.run.metrics import check_finite, speed, summarize
 from rlhf_spmd.runtime.run.prepare import make_iteration
 from rlhf_spmd.runtime.world.metric_sums import combine
 
@@ -41,8 +41,9 @@ class Done:
 class Loop:
     """The iterations of a run on this rank. history: the metrics of those so far, to which each further one adds."""
 
-    def __init__(self, job: Job, executor: Executor, history: list[dict[str, Any]]):
+    def __init__(self, job: Job, executor: Executor, history: list[dict[str, Any]], device_flops: float | None = None):
         self.job, self.executor, self.history = job, executor, history
+        self.device_flops = device_flops  # FLOP/s of large products on each device; None: they are unknown or differ
         self.is_ahead = bool(job.program.placement.ahead)
         self.last: Done | None = None  # the last iteration of this start
         self.now: Iteration | None = None  # the current one
@@ -57,7 +58,7 @@ class Loop:
             self.now = data = self.begin(number)
             answers = self.executor.iteration(data, self.in_flight)
             metrics = summarize(job, answers)
-            metrics["iteration_s"] = time.perf_counter() - self.began_s
+            metrics |= speed(job, data, answers, time.perf_counter() - self.began_s, self.device_flops)
             check_finite(metrics, data.title)
             update(job, answers)
             self.history.append(metrics)

@@ -10,12 +10,16 @@ from rlhf_spmd.config.options import Config, function_labels
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import Algorithm
 from rlhf_spmd.plan.calls import Workflow
+from rlhf_spmd.plan.cost.model_flops import iteration_flops
 from rlhf_spmd.plan.runtime_words import PLACES_USED, SCORES, STEP_TOKENS, STEPS_MADE, TIMEOUTS
+from rlhf_spmd.runtime.data.step_order import NO_ROW
 from rlhf_spmd.runtime.environments.episodes import DROPPED
 from rlhf_spmd.runtime.execute.handlers.infer import ENVIRONMENT
+from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation.episodes import REASONS
+from rlhf_spmd.runtime.run.forecast_report import token_counts
 from rlhf_spmd.runtime.world.metric_sums import combine
 
 EXPLODED = 10.0  # times the largest value so far
@@ -57,6 +61,9 @@ SPEED = {
     "moved_bytes": Metric("speed"),  # between layouts, all ranks together; `check` forecasts it
     "moved_messages": Metric("speed"),
     "generate_s": Metric("speed"),
+    "tflops": Metric("speed"),  # 10^12 FLOP/s of a rank: those that the models need, see plan/cost/model_flops.py
+    "mfu": Metric("speed"),  # share of the FLOP/s of large products by the calibration
+    "peak_bytes": Metric("speed"),  # of the fullest rank since its start: of its GPU; on a CPU, of its process
     "iteration_s": Metric("speed", "seconds", "{:7.2f}", leaves=1),
 }
 
@@ -126,6 +133,28 @@ def summarize(job: Job, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if job.program.workload.workflow.generate_calls:
         metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
     return metrics
+
+
+def speed(
+    job: Job, data: Iteration, answers: Sequence[Mapping[str, Any]], seconds: float, device_flops: float | None
+) -> dict[str, float]:
+    """Returns how fast an iteration was, and the memory that it took.
+
+    device_flops: FLOP/s of large products; None: unknown.
+    """
+    flops = iteration_flops(job.workload, *_lengths(job, data, answers)) / (job.world.size * seconds)
+    speed = {"iteration_s": seconds, "tflops": flops / 1e12}
+    speed |= {"mfu": flops / device_flops} if device_flops else {}
+    return speed | {"peak_bytes": float(max(answer["peak_bytes"] for answer in answers))}
+
+
+def _lengths(job: Job, data: Iteration, answers: Sequence[Mapping[str, Any]]) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns the tokens of the prompt and of the response of each sequence of an iteration."""
+    if job.workload.workflow.generate_calls:
+        return token_counts(answers, job.prompts.prompts)
+    numbers = [row for row in data.prompt_MC.flatten().tolist() if row != NO_ROW]
+    pairs = [(row, responses.row(row)) for responses in job.prompts.responses.values() for row in numbers]
+    return [len(job.prompts.prompts[row]) for row, _ in pairs], [len(response) for _, response in pairs]
 
 
 def num_timeouts(rows: Sequence[Mapping]) -> int:

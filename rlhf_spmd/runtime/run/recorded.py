@@ -250,7 +250,9 @@ def _made_with(job: Job) -> dict[str, Any]:
 
 def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
     """Writes the trained models that the algorithm keeps as Hugging Face folders, those with adapters as peft's, on the
-    first rank of each. parent: the folder in the run folder; empty: the run folder."""
+    first rank of each; none with random weights. parent: the folder in the run folder; empty: the run folder."""
+    if job.models.are_random:
+        return
     workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
     roles = job.config.algorithm.roles
     for train in (call for call in workflow.train_calls if roles[call.model].saved):

@@ -89,7 +89,10 @@ def notes(prepared: Prepared, resumed: Resumed | None) -> list[str]:
     evaluation = prepared.evaluation
     remarks = evaluation.prompts.remarks if evaluation else ()
     path = prepared.job.config.eval.prompts
-    return [*(resumed.notes if resumed else ()), *(f"{path}: {remark}" for remark in remarks)]
+    notes = [*(resumed.notes if resumed else ()), *(f"{path}: {remark}" for remark in remarks)]
+    if prepared.job.models.are_random:
+        notes.append("the models have random weights: this run measures speed and memory, and keeps no weights")
+    return notes
 
 
 def format_count(num: int) -> str:
@@ -133,5 +136,7 @@ def result(
         wall_s=wall_s,
         run_dir=str(folder.shown),
         reward_timeouts=num_late,
-        saved=tuple(role for role in job.program.workload.workflow.trained_models if algorithm.roles[role].saved),
+        saved=tuple(role for role in job.program.workload.workflow.trained_models if algorithm.roles[role].saved)
+        if not job.models.are_random
+        else (),
     )

@@ -15,6 +15,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.checkpoint.resume import refuse_fewer
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.failure.last_checkpoint import resume_command
 from rlhf_spmd.runtime.failure.records import NOWHERE
 from rlhf_spmd.runtime.failure.signals import END, Asked
@@ -89,7 +90,7 @@ def train(
     about = {"inputs": inputs, "surroundings": surroundings, "ahead": program.placement.ahead}
     if resumed and (text := recorded.changed(surroundings, resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
-    running = Running(prepared, folder, console, history, about, asked)
+    running = Running(prepared, folder, console, history, about, asked, calibration)
     if resumed and resumed.checkpoint:
         console.note(running.loop.resume(resumed.checkpoint))
     world.keep_records(folder.path)
@@ -138,12 +139,13 @@ class Running:
         history: list[dict[str, Any]],
         about: dict[str, Any],
         asked: Asked | None,
+        calibration: Calibration | None,
     ):
         """Prepares the loop.
 
         history: the metrics of the iterations so far.
         about: facts for checkpoints.
-        asked: as in `train`.
+        asked, calibration: as in `train`.
         """
         job = prepared.job
         world, config = job.world, job.config
@@ -156,7 +158,7 @@ class Running:
         self.rollouts = Rollouts(job, folder.path)
         self.saver = Saver(job, folder.path, folder.texts())
         self.alarm = Alarm(console.metrics, history)
-        self.loop = Loop(job, executor, history)
+        self.loop = Loop(job, executor, history, _device_flops(job, calibration))
 
     def begin(self) -> None:
         """Evaluates before training, or what an interrupted run has left out."""
@@ -209,7 +211,8 @@ class Running:
         """Writes a checkpoint and the best model, if they are due."""
         num = done.number + 1
         is_best = self.evaluator.is_best(num)
-        is_last = num == self.job.config.iterations or self.evaluator.why_over
+        is_over = num == self.job.config.iterations or bool(self.evaluator.why_over)
+        is_last = is_over and not self.job.models.are_random
         if done.signals or self.saver.is_due(num) or is_best or is_last:
             with self.recorder.span("checkpoint", "control"):
                 state = self.about | recorded.run_state(self.job.state)
@@ -217,6 +220,14 @@ class Running:
         if is_best:
             recorded.save_models(self.job, self.folder, "best")
         self.saver.check()
+
+
+def _device_flops(job: Job, calibration: Calibration | None) -> float | None:
+    """Returns the FLOP/s of large products on each GPU; None on CPUs, and where they are unknown or differ."""
+    types = {node.device for node in job.program.cluster.nodes}
+    if calibration is None or job.world.computes.index is None or len(types) > 1:
+        return None
+    return calibration.devices[types.pop()].matrix_flops
 
 
 def _ended(running: Running) -> None:

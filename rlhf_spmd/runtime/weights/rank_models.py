@@ -19,6 +19,7 @@ from rlhf_spmd.model.adapters.uniform import has_own_head
 from rlhf_spmd.model.adapters.unmerged import take_adapter
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
+from rlhf_spmd.model.random_weights import is_random
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.texts.tokenizer_files import Texts, read_template
 from rlhf_spmd.model.transformer import Head, Transformer
@@ -89,6 +90,7 @@ class RankModels:
         # absolute, since user code may change the working folder before a model is written with files of its first one
         folders = {name: config.files(name).folder for name in config.algorithm.roles}
         self.folders = {name: Path(folder).absolute() for name, folder in folders.items() if folder}
+        self.are_random = any(map(is_random, self.folders.values()))  # of a run that only measures
         self.texts = {name: _texts(config, name) for name in self.folders}
         self.engines: dict[str, TrainEngine] = {}
         self.copies: dict[tuple[str, Shard], Transformer] = {}

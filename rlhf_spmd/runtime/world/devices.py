@@ -15,6 +15,7 @@ import glob
 import importlib.util
 import os
 import re
+import resource
 import shutil
 import socket
 import stat
@@ -71,6 +72,14 @@ class RankDevice:
     num_devices: int  # of the whole job; the CPUs of a node count as one
     name: str = ""  # of the device, from torch
     num_bytes: int | None = None  # its memory; None: a CPU
+
+    def peak_bytes(self) -> int:
+        """Returns the most memory that this process has held: of its GPU, or, without one, of the host."""
+        if self.index is None:
+            return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        import torch
+
+        return torch.cuda.max_memory_reserved(self.index)
 
 
 # What a rank sees
