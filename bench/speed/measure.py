@@ -28,7 +28,7 @@ from rlhf_spmd.plan.cluster import Cluster
 SIZES = ("llama-7b", "llama-13b", "llama-33b", "llama-65b")  # APP's
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "auto")
 TEXT = "On Sunday Dora went to Vienna by boat, and her brother came by train. " * 40
-NO_MEMORY = ("out of memory", "memory ran out", "does not fit", "do not fit")  # what an error says
+NO_MEMORY = ("ran out of memory", "memory ran out", "GiB, and may use")  # in errors of a rank, a host and a check
 KEY = ("algorithm", "preset", "layout", "strategy", "overrides")  # of a cell
 
 

@@ -90,8 +90,8 @@ table has the options of a run of `ppo` whose value differs from the default. `a
 several turns) train by `grpo` unless `--algorithm` names another one; `arithmetic` then has `samples_per_prompt=8` and
 `rollout_batch=64`. The lengths of `model` are
 half of the model's context, but at most the number shown, and its `dtype` is `bfloat16` on GPUs. `llama-13b` to
-`llama-70b` and `qwen2.5-0.5b` to `qwen2.5-32b` differ from `llama-7b` in `shape` only; they have no weights and
-serve `check` and `plan`.
+`llama-70b` and `qwen2.5-0.5b` to `qwen2.5-32b` differ from `llama-7b` in `shape` only. They have no weights, and
+serve `check`, `plan` and, with `--random-weights`, to measure `train`.
 
 With `--preset tiny --model FOLDER` everything else still comes from the preset, whose values suit a toy; also set
 prompts, reward, lengths and learning rates.

@@ -3,8 +3,8 @@
 
 from collections.abc import Sequence
 
-from rlhf_spmd.plan.cost.seconds import head_flops, layer_flops
 from rlhf_spmd.plan.calls import Train
+from rlhf_spmd.plan.cost.seconds import head_flops, layer_flops
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 

@@ -34,7 +34,9 @@ def code(name):
 
 
 def test_only_env_knows_the_site():
-    assert {"env.sh", "launch.sh", "stages.sh", "train.sbatch", "bench.sbatch", "test.sbatch"} == set(SCRIPTS)
+    assert {"env.sh", "launch.sh", "stages.sh", "measure.sh", "train.sbatch", "bench.sbatch", "test.sbatch"} == set(
+        SCRIPTS
+    )
     known = set(re.findall(r"^: .*", SCRIPTS["env.sh"], re.MULTILINE))
     variables = set(re.findall(r"\w+(?=:=)", " ".join(known)))
     variables |= {"RLHF_SPMD_SLURM"}  # the folder of the scripts, not a setting
@@ -292,3 +294,30 @@ def test_a_checkout_that_the_nodes_do_not_see_is_refused(monkeypatch):
     assert cluster.missing() == (
         "its nodes have a /tmp of their own and don't see /tmp/checkout: use a checkout outside /tmp"
     )
+
+
+def test_a_job_measures_each_layout(tmp_path):
+    """Submitted by a Slurm that runs the script at once, whose batch step starts the bench without ranks."""
+    (tmp_path / "slurm").mkdir()
+    for name, text in SCRIPTS.items():
+        (tmp_path / "slurm" / name).write_text(text, encoding="utf-8")
+    programs = {
+        "sbatch": 'echo "$@" | tr " " "\\n" >>"$HERE/sbatch"; SLURM_SUBMIT_DIR=$HERE bash "${@: -2:1}" "${@: -1}"',
+        "python": 'echo "$@" >>"$HERE/python"',
+    }
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    for name, text in programs.items():
+        path = tmp_path / "venv" / "bin" / name
+        path.write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
+        path.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}/venv/bin:/usr/bin:/bin", "HERE": str(tmp_path), "SLURM_NTASKS": "16"}
+    environment |= {"RLHF_SPMD_VENV": str(tmp_path / "venv"), "RLHF_SPMD_RUNS": "/runs"}
+    command = ["bash", tmp_path / "slurm" / "measure.sh", "2x8", "4x8", ":", "--preset", "llama-7b"]
+    assert subprocess.run(command, env=environment, cwd=tmp_path, check=False).returncode == 0
+    submitted = (tmp_path / "sbatch").read_text(encoding="utf-8").splitlines()
+    assert {"-N", "2", "4", "--ntasks-per-node=8", "--array=0", "--job-name=measure-4x8"} <= set(submitted)
+    started = (tmp_path / "python").read_text(encoding="utf-8").splitlines()
+    words = "-m bench measure --layout 2x8 --out /runs/measure/2x8.jsonl --preset llama-7b"
+    assert started[0] == f"{words} --launcher srun --mpi=pmi2 --kill-on-bad-exit=1" and len(started) == 2
+    refused = subprocess.run([*command[:2], "8"], env=environment, capture_output=True, encoding="utf-8", check=False)
+    assert refused.returncode == 2 and "NODESxDEVICES" in refused.stderr
