@@ -71,23 +71,6 @@ def test_a_placement_that_does_not_fit_names_call_ranks_and_mend(layouts, words)
     assert all(word in text for word in words), text
 
 
-def test_everything_wrong_is_told_at_once():
-    text = refused({"critic_infer": None, "actor_train": Layout.data_parallel((0, 9)), "no_call": EVERYONE})
-    assert all(word in text for word in ("critic_infer", "rank 9", "no_call"))
-
-
-def test_more_ranks_than_there_are():
-    """One sentence for all calls that have the same layout."""
-    text = refused({}, size=2)
-    calls = ", ".join(call.name for call in make_workload().workflow.placed_calls)
-    assert text == (
-        f"calls {calls} on ranks 0-3: rank 2 is outside the world of ranks 0 to 1; "
-        "use ranks below 2 or start at least 4 ranks"
-    )
-    apart = refused({"reward_infer": Layout.data_parallel((0, 7))}, size=2)
-    assert apart.count("outside") == 2 and "call reward_infer on ranks 0,7: rank 7" in apart
-
-
 @pytest.mark.parametrize(("ranks", "zero"), [((2, 3), 2), ((0, 1), 1), ((2, 3), 3)])
 def test_zero_where_a_model_does_not_train_so_would_be_ignored(ranks, zero):
     """The weights of a shadow are whole: only where its model trains, and as it trains, can they be sharded."""
@@ -95,17 +78,6 @@ def test_zero_where_a_model_does_not_train_so_would_be_ignored(ranks, zero):
     text = refused({"actor_train": home, "actor_generate": Layout.data_parallel(ranks, zero=zero)})
     assert f"call actor_generate on ranks {format_ranks(ranks)}: ZeRO {zero} would be ignored" in text
     assert "actor trains on ranks 0-1 with dp2 pp1 tp1 zero2; use zero=0 here, and set the stage of actor_train" in text
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_model_s_calls_may_share_a_layout_with_zero(zero):
-    workload, cluster = make_workload(), Cluster.parse("1x4")
-    trained = Layout.data_parallel(range(4), zero=zero)
-    models = {"actor": trained, "critic": trained, "reference": EVERYONE, "reward": EVERYONE}
-    placement = Placement.by_model(workload, **models)
-    validate(placement, workload, cluster)
-    other = Layout.data_parallel(range(4), zero=zero, micro_batch=1)  # what a forward takes does not shard weights
-    validate(Placement({**placement.layouts, "actor_generate": other}), workload, cluster)
 
 
 def test_a_frozen_model_is_sharded_by_zero_3_where_all_its_calls_are():

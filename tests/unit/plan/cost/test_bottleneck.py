@@ -6,18 +6,14 @@ from math import inf
 import pytest
 
 from rlhf_spmd.plan.cost.bottleneck import limits
-from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Layered, Link, Measured
+from rlhf_spmd.plan.cost.calibration import Link
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
-from tests.unit.plan.cost.test_seconds import SHAPE, cost_of, machine
+from tests.unit.plan.cost.test_seconds import cost_of, machine
 
 CALLS = ("actor_generate", "reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train")
-
-
-def found(calibration: Calibration, *arguments, **options) -> dict[str, str]:
-    return limits(cost_of(calibration, *arguments, **options).program, calibration)
 
 
 def test_host_memory_limits_what_comes_from_there():
@@ -48,19 +44,3 @@ def test_the_named_resource_is_the_one_whose_absence_saves_most(options):
     told = limits(case.program, calibration)
     for call in CALLS:
         assert told[call] == min(changed, key=lambda name, call=call: without[name][call]), call
-
-
-def test_tables_of_measured_shapes_are_left_aside():
-    """They hold seconds, but not what these are spent on."""
-    curve = Curve((1.0, 2.0), (5.0, 5.0))
-    of_length = ByLength((1.0,), (Layered(curve, curve),))
-    tables = Measured(replace(SHAPE, num_layers=0), 1, 2, of_length, of_length, curve, of_length, Layered(curve, curve))
-    plain = machine(layer_s=1.0, decode_layer_s=5.0)
-    device = replace(plain.devices["cpu"], measured=(tables,))
-    assert found(replace(plain, devices={"cpu": device})) == found(plain)
-
-
-def test_an_expanded_program_has_the_same_limits():
-    calibration = machine(layer_s=1e-4)
-    program = cost_of(calibration, 2, pp=2).program
-    assert limits(forecast(program, calibration).program, calibration) == limits(program, calibration)

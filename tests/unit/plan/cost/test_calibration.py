@@ -1,7 +1,5 @@
 """Tables of a calibration: curves between and beyond what was measured, and the link that a ring fits."""
 
-from dataclasses import replace
-
 import pytest
 
 from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured, fit_link
@@ -44,14 +42,6 @@ def test_lengths_are_between_their_tables():
     assert by_length.at(3, 5.0, 1.0) == by_length.at(3, 5.0, 4.0)
     assert by_length.at(3, 5.0, 99.0) == by_length.at(3, 5.0, 8.0)
     assert by_length.at(3, 5.0, 8.0, rest=False) == pytest.approx(2 * 3 * 5)
-
-
-def test_a_table_is_of_a_shape_whatever_its_layers():
-    device = calibration(table(), replace(table(), tp=2)).devices["cpu"]
-    assert device.table(replace(SHAPE, num_layers=12), 2, 2).tp == 2
-    assert device.table(replace(SHAPE, num_layers=12), 4, 2) is None
-    assert device.table(SHAPE, 1, 4) is None
-    assert device.table(replace(SHAPE, scalar_head=True), 1, 2) is None
 
 
 def test_the_link_of_a_ring_is_found():

@@ -5,17 +5,8 @@ import pytest
 from bench.forecast.scan import phase_s
 from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
 from rlhf_spmd.plan.cost.simulate import Times, simulate
-from rlhf_spmd.strategies import flattening, interleaving2, separation
-from tests.unit.plan.cost.test_simulate import SECONDS, M, program_of, seconds
-
-
-def test_flattening_wastes_nothing():
-    program = program_of(flattening.place, 2)
-    found = simulate(program, Times(seconds(program)))
-    steps = {"actor_train": 2 * M, "critic_train": 2 * M}
-    assert call_s(found) == pytest.approx({call: one * steps.get(call, 1) for call, one in SECONDS.items()})
-    assert phase_s(found) == pytest.approx({"generation": 8, "inference": 7, "training": 6})
-    assert bubble(found) == pytest.approx(0.0)
+from rlhf_spmd.strategies import interleaving2, separation
+from tests.unit.plan.cost.test_simulate import program_of, seconds
 
 
 def test_a_rank_that_waits_for_its_group_is_not_busy():

@@ -2,7 +2,6 @@
 
 import heapq
 import math
-from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -15,12 +14,9 @@ from rlhf_spmd.plan.cost.lengths import (
     decode,
     lognormal,
     mean_of_cut_lognormal,
-    of_forecast,
     of_rows,
-    of_sequences,
     slowest,
 )
-from rlhf_spmd.plan.workload import ResponseLengths
 
 
 def exponential(mean: float) -> LengthDistribution:
@@ -58,30 +54,6 @@ def test_a_lognormal(mean, sigma, limit):
     mu = next(mu for mu in np.arange(-5, 30, 1e-3) if mean_of_cut_lognormal(mu, sigma, limit) >= mean)
     rows = np.minimum(np.exp(mu + sigma * draw), limit)
     assert rows.mean() == pytest.approx(mean, rel=0.01) and (rows**2).mean() == pytest.approx(square, rel=0.02)
-
-
-@pytest.mark.parametrize("mean", [1, 37, 1024])
-def test_one_length(mean):
-    for lengths in (constant(mean), lognormal(mean, 0.0, 2048), lognormal(2048, 1.0, 2048) if mean == 1024 else None):
-        if lengths is not None:
-            length = lengths.mean
-            assert lengths.longest(1) == lengths.longest(1000) == length
-            for rows, places, rounds in ((1, 8, 1), (8, 8, 1), (9, 8, 2), (20, 1, 20), (64, 16, 4), (3, 2, 2)):
-                found = decode(lengths, rows, places)
-                assert found.steps == pytest.approx(rounds * length)
-                assert found.tokens == pytest.approx(rows * length)
-    assert decode(constant(mean), 0, 8).steps == decode(constant(mean), 0, 8).tokens == 0
-
-
-def test_exponential_rows():
-    """The longest of n has H(n) means. Ends come at the rate k / mean until n - k rows have ended, then k are left."""
-    lengths, harmonic = exponential(100.0), [0.0, *accumulate(1 / n for n in range(1, 65))]
-    for rows in (1, 2, 8, 64):
-        assert lengths.longest(rows) == pytest.approx(100 * harmonic[rows], rel=1e-3)
-        assert decode(lengths, rows, 64).steps == pytest.approx(lengths.longest(rows), rel=1e-9)
-    for rows, places in ((64, 8), (200, 16), (9, 8), (33, 32)):
-        expected = 100 * ((rows - places) / places + harmonic[places])
-        assert decode(lengths, rows, places).steps == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("sigma", [0.1, 0.5, 1.0])
@@ -131,12 +103,6 @@ def test_the_slowest_shard_of_a_pipeline():
     assert slowest(lengths, 150, 24, 1, 6, 4) == pytest.approx(ends.mean() / (9 * 150), rel=0.01)
     assert slowest(lengths, 150, 24, 2, 6, 4) == pytest.approx(ends.max(1).mean() / (9 * 150), rel=0.04)
     assert slowest(constant(100), 150, 24, 8, 6, 4) == slowest(lengths, 150, 0, 8) == 1.0
-
-
-def test_sequences():
-    rows = ResponseLengths.of((10, 20, 60), (5, 5, 8))
-    assert of_sequences(rows, 50).mean == pytest.approx((15 + 25 + 58) / 3)
-    assert of_sequences(ResponseLengths.of((10, 20, 60)), 64) is of_forecast(ResponseLengths.of((10, 20, 60)), 64)
 
 
 def test_responses_that_were_made():

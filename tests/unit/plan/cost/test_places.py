@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd.command_line.plans import Alternative, alternatives, fastest
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.machines.calibration_file import load_calibration
@@ -54,15 +53,3 @@ def test_what_fits_takes_as_long_as_that_limit(preset, algorithm, words, device_
     roomy = Cluster(tuple(replace(node, device_bytes=None) for node in cluster.nodes))
     whole = compile_program(workload, program.placement, roomy)
     assert forecast(whole, calibration).makespan_s < 0.97 * forecast(program, calibration).makespan_s
-
-
-def test_a_placement_with_a_warning_is_not_named_fastest():
-    calibration, cluster = load_calibration("a100-40g-derived"), Cluster.parse("1x4", "a100-40g")
-    workload = make_workload(load("qwen2.5-7b", QWEN, algorithm="grpo"))
-    rows, _ = alternatives(workload, cluster, calibration, top=1)
-    (warned,) = [row for row in rows if isinstance(row, Alternative) and memory(row.program)]
-    assert warned.name == "reallocation" and warned.forecast.makespan_s == pytest.approx(100.1, rel=0.01)
-    (plan,) = [row for row in rows if row.name.startswith("plan 1")]
-    assert fastest([warned, replace(plan, forecast=warned.forecast)], cluster).name == plan.name  # as quick
-    quick = replace(plan, name="quick", program=warned.program)  # less seconds, but with the warning
-    assert fastest([quick, replace(plan, forecast=warned.forecast)], cluster).name == plan.name

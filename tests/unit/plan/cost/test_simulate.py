@@ -59,11 +59,6 @@ def test_separation_overlaps_generation_with_the_first_epoch():
     assert forecast(separation.place, 2) == pytest.approx(15 + 0.75 + M * 0.75)
 
 
-def test_separation_on_own_ranks_is_a_pipeline():
-    """Generation is the slowest stage; the last mini-batch then passes the reference, its slowest follower."""
-    assert forecast(separation.place, 8) == pytest.approx(8 + 1 + 0.75 + M * 0.75)
-
-
 def test_messages_take_their_time_and_slow_ranks_hold_up_their_group():
     program = program_of(separation.place, 2)
     weights = sum(1 for transfer in program.transfers if transfer.model)
@@ -94,16 +89,6 @@ def test_ranks_share_the_cores_of_their_node(workers):
         program, Times(lambda rank, step: float(step.call == "actor_generate"), num_workers=lambda n: workers)
     )
     assert found.makespan_s == pytest.approx(4 / workers)
-
-
-def test_whoever_is_alone_on_the_cores_is_faster():
-    """Ranks 0 and 1 work 1 s and 3 s on one core: both at half speed until 2 s, then rank 1 alone."""
-    program = program_of(flattening.place, 2)
-    work_s = {0: 1.0, 1: 3.0}
-    times = Times(lambda rank, step: work_s[rank] * (step.call == "actor_generate"), num_workers=lambda node: 1)
-    found = simulate(program, times)
-    ends = [spans[0][1] for spans in found.times]
-    assert ends == [pytest.approx(2.0), pytest.approx(4.0)]
 
 
 def test_a_rank_sends_one_message_after_the_other():

@@ -8,7 +8,6 @@ import pytest
 
 from rlhf_spmd.config import options, presets
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, draws, part_of, with_starts
@@ -156,45 +155,7 @@ def test_lists_that_read_what_is_not_there_are_found():
     )
 
 
-REFUSED = {  # by old_logprobs and ahead, with a correction
-    (
-        "recompute",
-        1,
-    ): "ahead: actor_train corrects differences from the generator, and actor_infer has the weights that "
-    "generated, so that it cannot see that these are an iteration old; choose old_logprobs=current or loglinear",
-    ("loglinear", 0): "actor_train: old_logprobs=loglinear estimates the lag of batches that are drawn one iteration",
-}
-
-
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("old", ["recompute", "current", "loglinear"])
-@pytest.mark.parametrize("correction", ["importance_weights=token", "rejection=geometric"])
-def test_corrections_that_cannot_see_the_lag_are_refused(old, ahead, correction):
-    config = presets.load("tiny", [f"ppo.old_logprobs={old}", f"ppo.{correction}"], algorithm="ppo")
-    workload, cluster = options.make_workload(config), Cluster.parse("1x2")
-    placement = load_strategy("separation").place(workload, cluster, ahead=ahead)
-    if message := REFUSED.get((old, ahead)):
-        with pytest.raises(UserError, match=f"^{message}"):
-            compile_program(workload, placement, cluster)
-    else:
-        assert errors(compile_program(workload, placement, cluster)) == []
-
-
 NOTHING_CORRECTS = "that nothing corrects that the generator is an iteration older; set importance_weights or rejection"
-
-
-@pytest.mark.parametrize("correction", ["importance_weights=token", "rejection=geometric", ""])
-@pytest.mark.parametrize("name", ["ppo", "grpo", "rloo", "remax", "reinforce_plus_plus", "distill"])
-def test_a_loss_that_ignores_the_lag_is_refused(name, correction):
-    """Each algorithm, and each surrogate of GRPO: ratios to the newest weights alone correct nothing."""
-    given = ["ratio_level=sequence", "surrogate=cispo"] if name == "grpo" else []
-    for more in ["", *(given if correction != "importance_weights=token" else ())]:
-        words = [f"{name}.{word}" for word in ("old_logprobs=current", more, correction) if word]
-        needed = ["models.teacher=x"] if name == "distill" else []
-        page = load_algorithm(name)
-        workflow = page.workflow(presets.load("tiny", [*words, *needed], algorithm=name).options)
-        found = list(ahead_problems(1, workflow))
-        assert not found if correction else len(found) == 1 and NOTHING_CORRECTS in found[0]
 
 
 ROLES = {"actor": Role("lm", lr=1e-6)}

@@ -1,7 +1,5 @@
 """The program of an evaluation under every strategy, its options and its memory."""
 
-from dataclasses import replace
-
 import pytest
 
 from rlhf_spmd.config import presets
@@ -9,11 +7,9 @@ from rlhf_spmd.config.options import evaluated, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Offload, Program, Run
 from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.plan.proof.memory_check import memory
 
 # ---- options --------------------------------------------------------------------------------------------------------
 
@@ -106,28 +102,6 @@ def test_every_strategy_evaluates_where_it_generates_and_scores(name, by_functio
         for rank, steps in enumerate(evaluation.instructions):
             met = {step.call: step.group for step in training.instructions[rank] if isinstance(step, Run)}
             assert all(step.group == met[step.call] for step in steps if isinstance(step, Run))
-
-
-def test_memory_counts_what_training_keeps():
-    training, evaluation = programs("flattening", samples=64, device_type="a100-80g")
-    for rank in (0, 7):
-        alone = peak_bytes(static_bytes(evaluation, rank), working_bytes(evaluation, rank))
-        beside = peak_bytes(static_bytes(training, rank), working_bytes(evaluation, rank))
-        assert beside > alone + 2**30
-    assert not memory(evaluation), "by itself it would fit"
-    found = memory(evaluation, training)
-    assert [finding.severity for finding in found] == ["error"] and "optimizer" in found[0].message
-
-
-def test_an_algorithm_without_scores_has_no_evaluation():
-    training, _ = programs("flattening")
-    workflow = training.workload.workflow
-    calls = tuple(call for call in workflow.calls if call.name != "reward_infer")
-    unscored = replace(training, workload=replace(training.workload, workflow=replace(workflow, calls=calls)))
-    with pytest.raises(UserError, match=r"drop eval\.prompts"):
-        evaluation_program(
-            unscored, num_prompts=1, samples_per_prompt=1, temperature=0, max_response=1, by_function=False
-        )
 
 
 def test_an_evaluation_of_episodes_makes_what_its_scores_read():

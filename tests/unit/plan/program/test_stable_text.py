@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field, make_dataclass, replace
 
-import pytest
-
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.pages.strategy import load_strategy
@@ -17,13 +15,6 @@ class Value:
     parts: tuple[int, ...] = ()
     known: dict = field(default_factory=dict)
     cached: int = field(default=0, compare=False)
-
-
-def test_data():
-    assert stable_text([None, True, 1, 1.5, "a", range(2, 8, 2)]) == "[None, True, 1, 1.5, 'a', 2:8:2]"
-    assert stable_text({"b": (1,), "a": frozenset({"y", "x"})}) == "{'b': [1], 'a': {'x', 'y'}}"
-    with pytest.raises(TypeError, match="object has no stable text"):
-        stable_text([object()])
 
 
 def test_names_of_classes_and_new_fields_change_nothing():

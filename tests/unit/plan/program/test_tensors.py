@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import slice_of
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.plan.program.tensors import Holding, numbers_in, rectangles, weights_of
+from rlhf_spmd.plan.program.tensors import Holding, numbers_in, weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
 from tests.reallocations import local_shapes
@@ -71,35 +71,6 @@ def test_slices_are_those_of_the_model_package(family, tp):
         shard = Shard(0, 1, index, tp)
         expected = {name: tuple(p[slice_of(name, config, shard)].shape) for name, p in whole.items()}
         assert local_shapes(shape_of(config, "lm"), Holding(shard)) == expected
-
-
-def test_zero_3_holds_the_end_of_a_row_full_rows_and_the_beginning_of_one():
-    shape = ModelShape(2, 4, 5, 1, 1, 2, 11)
-    up = next(weight for weight in weights_of(shape) if "up_proj" in weight.name)  # [2, 5, 4]: 20 numbers in 3 parts
-    assert Holding(Shard(), 0, 3).boxes(up) == (((0, 2), (0, 1), (0, 4)), ((0, 2), (1, 2), (0, 3)))
-    assert Holding(Shard(), 1, 3).boxes(up) == (
-        ((0, 2), (1, 2), (3, 4)),
-        ((0, 2), (2, 3), (0, 4)),
-        ((0, 2), (3, 4), (0, 2)),
-    )
-    assert Holding(Shard(), 2, 3).boxes(up) == (((0, 2), (3, 4), (2, 4)), ((0, 2), (4, 5), (0, 4)))
-    norm = next(weight for weight in weights_of(shape) if weight.name == "norm.weight")  # 4 numbers in 3 parts of 2
-    assert [Holding(Shard(), part, 3).boxes(norm) for part in range(3)] == [
-        (((0, 1), (0, 2), (0, 1)),),
-        (((0, 1), (2, 4), (0, 1)),),
-        (),
-    ]
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9))
-def test_rectangles_are_the_interval(start, length, width):
-    rows = (start + length) // width + 1
-    matrix, found = np.arange(rows * width).reshape(rows, width), []
-    parts = rectangles(start, start + length, width=width)
-    for (r0, r1), (c0, c1) in parts:
-        found += matrix[r0:r1, c0:c1].ravel().tolist()
-    assert found == list(range(start, start + length)) and len(parts) <= 3
 
 
 @settings(max_examples=60, deadline=None)

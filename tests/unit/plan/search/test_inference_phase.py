@@ -69,13 +69,3 @@ def test_the_quickest_that_fits_comes_first(space):
         fitting += bool(every)
         full += len(every) < len(lists[0]) * len(lists[1]) * len(lists[2])
     assert fitting > 20 and full > 20  # memory is there, and it is not there for all
-
-
-def test_less_memory_and_time_is_covered(space):
-    chosen = beginning(space, random.Random(1))
-    left, less = Left.by(space.model, chosen, LAST), Left.by(space.model, chosen, LAST)
-    left.least_s = 5.0
-    less.free_bytes[3] -= 1
-    assert left.covers(less, 5.0) and not left.covers(less, 5.1)
-    less.free_bytes[4] += 2
-    assert not left.covers(less, 5.0)

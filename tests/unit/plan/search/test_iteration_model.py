@@ -88,25 +88,5 @@ def test_one_iteration_ahead_agrees_with_programs(epochs, train_first):
     assert model.phases == [[0], [1, 2, 3], [4, 5]] and model.lines == [[0, 1], [2]]
 
 
-def test_one_iteration_ahead_counts_the_parity_gate():
-    """It is a pass over one mini-batch in the layout that drew it; where old logprobs are recomputed, there is none."""
-
-    def drawing(ahead, *overrides):
-        model = CallModel(Cost(A100, *llama("llama-7b", "2x8", *overrides)), ahead=ahead)
-        lists = map(model.costs.candidates, model.calls)
-        return {call.name: quickest_on(of, (0, 8)) for call, of in zip(model.calls, lists, strict=True)}
-
-    again = [drawing(ahead, "ppo.old_logprobs=recompute") for ahead in (0, 1)]
-    assert again[0]["actor_generate"].seconds == again[1]["actor_generate"].seconds
-    plain, gated = drawing(0)["actor_generate"], drawing(1)["actor_generate"]
-    assert gated.layout == plain.layout == replace(again[0]["actor_infer"].layout, micro_batch=None)
-    assert gated.seconds - plain.seconds == pytest.approx(again[0]["actor_infer"].piece_s, rel=0.02)
-
-
 def quickest_on(candidates, mesh):
     return next(one for one in candidates if (one.first, one.stop) == mesh)
-
-
-def test_phases_are_cut_where_everything_needs_everything_before():
-    assert model_of("1x4").phases == [[0], [1, 2, 3], [4, 5]]
-    assert model_of("1x4", old_logprobs="recompute").phases == [[0], [1, 2, 3, 4], [5, 6]]

@@ -10,16 +10,13 @@ from rlhf_spmd.config import options as config
 from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import load_calibration
-from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link
-from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.search import planner as searches
 from rlhf_spmd.plan.search.exact import Best, Space
@@ -149,20 +146,6 @@ def test_no_clock_decides(monkeypatch):
     after = search(workload, cluster, A100, keep=1)
     assert [plan.placement for plan in after.plans] == [plan.placement for plan in before.plans]
     assert after.gap == before.gap == 0.0 and after.num_scored == before.num_scored
-
-
-def test_a_plan_that_streams_has_the_quickest_fields_of_its_stream():
-    """No other number of mini-batches decoded at once, or in flight, makes its program quicker."""
-    workload, cluster = llama("llama-7b", "2x8", "mini_batch=32", "rollout_batch=256")
-    placement = load_strategy("separation").place(workload, cluster, training_tp=2, recompute=True, zero=2)
-    program = compile_program(workload, placement, cluster)
-    plan = searches.Plan("separation", placement, program, forecast(program, A100), 0.0)
-    tuned = searches._tuned(plan, A100)
-    assert tuned.forecast.makespan_s < plan.forecast.makespan_s
-    assert tuned.placement.layouts == placement.layouts and check(tuned.program) == []
-    for number in (1, 2, 4, 8):
-        other = compile_program(workload, replace(tuned.placement, decode_mini_batches=number), cluster)
-        assert forecast(other, A100).makespan_s >= tuned.forecast.makespan_s * (1 - 1e-9)
 
 
 def test_reward_functions_run_where_rows_are_made():
