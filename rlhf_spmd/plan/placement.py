@@ -40,9 +40,6 @@ class Placement:
     ahead: int = 0
 
     def __post_init__(self) -> None:
-        for field, names in (("own_first", self.own_first), ("joint", self.joint), *(("joint", s) for s in self.joint)):
-            if isinstance(names, str):
-                raise UserError(f"{field} is a set of names, not the text {names!r}; write ({names!r},)")
         object.__setattr__(self, "own_first", tuple(self.own_first))
         object.__setattr__(self, "joint", tuple(tuple(calls) for calls in self.joint))
 
@@ -171,17 +168,13 @@ def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[in
                 f"1/{len(ranks)}, or start more ranks"
             )
         split[model] = ranks[first:last]
-        if offset >= 1:
-            _check_sum(group, offset)
+        if offset > 1:
+            break
+        if offset == 1:
             offset, group = Fraction(0), []
     if group:
-        _check_sum(group, offset)
+        raise UserError(f"ratios of {', '.join(group)} sum to {offset}, not to 1; change one of them")
     return split
-
-
-def _check_sum(group: Sequence[str], total: Fraction) -> None:
-    if total != 1:
-        raise UserError(f"ratios of {', '.join(group)} sum to {total}, not to 1; change one of them")
 
 
 def read_ratios(ratios: Sequence[str], models: tuple[str, ...]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from rlhf_spmd.plan.cost.simulate import Forecast
-from rlhf_spmd.plan.program.ahead import draws
 from rlhf_spmd.plan.program.instructions import Run
 
 
@@ -28,16 +27,6 @@ def call_s(forecast: Forecast) -> dict[str, float]:
         of_rank[run.call, rank] = of_rank.get((run.call, rank), 0.0) + end_s - begin_s
     calls = [call.name for call in forecast.program.workload.workflow.calls]
     return {call: max((s for (name, _), s in of_rank.items() if name == call), default=0.0) for call in calls}
-
-
-def halves_s(forecast: Forecast) -> tuple[float, float]:
-    """Returns when the last Run of a step that draws one iteration ahead ends, of the calls that draw and of those that
-    train."""
-    ends = {True: 0.0, False: 0.0}
-    for _, run, _, end_s in runs(forecast):
-        is_drawn = draws(forecast.program, run)
-        ends[is_drawn] = max(ends[is_drawn], end_s)
-    return ends[True], ends[False]
 
 
 def bubble(forecast: Forecast) -> float:

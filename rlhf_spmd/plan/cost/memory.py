@@ -380,33 +380,17 @@ def packed_bytes(program: Program, rank: int) -> int:
     most = 0
     for call in [call for call in workload.workflow.generate_calls if rank in layouts[call.name].ranks]:
         shape, layout = workload.shape(call.model), layouts[call.name]
-        num_bytes, shard = _packed_base_bytes(workload, call, layout, rank), layout.shard(rank)
+        num_bytes, shard = 0, layout.shard(rank)
+        for weight in weights_of(shape):
+            is_head = weight.name == ("embed_tokens.weight" if shape.tied else "lm_head.weight")
+            is_packed = shard.is_last if is_head else weight.name.endswith("_proj.weight")
+            if is_packed and (box := weight.box(shard)):
+                num_bytes += workload.param_bytes * numbers_in(box)
         for factor in trained_weights_of(shape) if shape.adapters and not workload.adds_adapters else ():
             if box := factor.box(shard):  # q, k and v have their B in one matrix, with zeros
                 num_bytes += workload.param_bytes * numbers_in(box) * (3 if factor.name.endswith(B) else 1)
         most = max(most, num_bytes - copied_bytes(workload, call, layout, rank))
     return most
-
-
-def kept_bytes(program: Program, rank: int) -> int:
-    """Returns bytes of `packed_bytes` that a rank keeps all the time: the copies of frozen bases."""
-    workload, layouts, kept = program.workload, program.placement.layouts, dict[tuple[str, Shard], int]()
-    for call in [call for call in workload.workflow.generate_calls if rank in layouts[call.name].ranks]:
-        if workload.shape(call.model).adapters and not workload.adds_adapters:
-            layout = layouts[call.name]
-            kept[call.model, layout.shard(rank)] = _packed_base_bytes(workload, call, layout, rank)
-    return sum(kept.values())
-
-
-def _packed_base_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
-    """Returns bytes of the packed copies of weights of a call, without factors of adapters."""
-    shape, shard, numbers = workload.shape(call.model), layout.shard(rank), 0
-    for weight in weights_of(shape):
-        is_head = weight.name == ("embed_tokens.weight" if shape.tied else "lm_head.weight")
-        is_packed = is_head or weight.name.endswith("_proj.weight")
-        if is_packed and (box := weight.box(shard)) and (not is_head or shard.is_last):
-            numbers += numbers_in(box)
-    return workload.param_bytes * numbers
 
 
 def cache_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:

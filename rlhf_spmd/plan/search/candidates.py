@@ -1,9 +1,11 @@
 """A call in a layout, in a few numbers: seconds by closed forms from seconds.py, bytes by the formulas of memory.py."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from math import inf
 from operator import le
+from typing import TypeVar
 
 from rlhf_spmd.plan.calls import Generate, ModelCall, Train
 from rlhf_spmd.plan.cluster import Cluster
@@ -29,6 +31,7 @@ from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.search.meshes import Mesh, layouts, meshes
 from rlhf_spmd.plan.shard import Shard
 
+T = TypeVar("T")
 LEAST_GAIN = 0.01  # of the seconds of a call, for which its micro-batches may be larger
 
 # Whether the search may give a call a layout. It is asked once for all meshes of a kind, so it must not depend on which
@@ -44,13 +47,11 @@ def anything(call: ModelCall, layout: Layout, cluster: Cluster) -> bool:
 Destination = tuple[int, int, int, int]  # of weights: first and last + 1 place of the mesh, stages, slices
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class Candidate:
     """A call in a layout. Bytes are those of the rank that needs the most of each kind, seconds those of one iteration.
 
     layout: on some mesh of the same kind.
-    ranks: its own.
-    first, stop: places of its mesh (meshes.Mesh).
     piece_s: seconds of one mini-batch while streaming.
     gather_s: seconds to gather the weights, if training spreads them by ZeRO 3.
     spread_bytes: what then is gathered at a time.
@@ -60,12 +61,11 @@ class Candidate:
         leaves to the reserve, no less than it takes: those of training that recomputes.
     base_bytes: those of them that models have in common (Workload.bases); the others are the kinds of
         memory.working_bytes, copies with adapters among the cache_bytes.
+    ranks, first, stop: of its mesh (meshes.Mesh).
     """
 
     layout: Layout
-    ranks: tuple[int, ...]
-    first: int
-    stop: int
+    mesh: Mesh
     seconds: float
     piece_s: float
     gather_s: float = 0.0
@@ -77,33 +77,24 @@ class Candidate:
     reduced_bytes: int = 0
     activation_bytes: int = 0
     cache_bytes: int = 0
+    ranks: tuple[int, ...] = field(init=False)
+    first: int = field(init=False)
+    stop: int = field(init=False)
     where: Destination = field(init=False)
     copy: tuple[int, int, int] = field(init=False)  # equal for copies with the same shards on the ranks of both
 
     def __post_init__(self) -> None:
-        pp, tp = self.layout.pp, self.layout.tp
-        object.__setattr__(self, "where", (self.first, self.stop, pp, tp))
-        object.__setattr__(self, "copy", (pp, tp, self.first % (pp * tp)))
+        mesh, pp, tp = self.mesh, self.layout.pp, self.layout.tp
+        self.ranks, self.first, self.stop = mesh.ranks, mesh.first, mesh.first + mesh.size
+        self.where = self.first, self.stop, pp, tp
+        self.copy = pp, tp, self.first % (pp * tp)
 
     def on(self, mesh: Mesh) -> "Candidate":
         """Returns the same on another mesh of its kind. (dataclasses.replace takes four times as long.)"""
-        return Candidate(
-            self.layout,
-            mesh.ranks,
-            mesh.first,
-            mesh.first + mesh.size,
-            self.seconds,
-            self.piece_s,
-            self.gather_s,
-            self.whole_bytes,
-            self.spread_bytes,
-            self.static_bytes,
-            self.base_bytes,
-            self.gathered_bytes,
-            self.reduced_bytes,
-            self.activation_bytes,
-            self.cache_bytes,
-        )
+        other = copy(self)
+        other.mesh = mesh
+        other.__post_init__()
+        return other
 
     @property
     def placed(self) -> Layout:
@@ -156,12 +147,7 @@ class CallCosts:
             key = () if alone else (layout.pp, layout.tp, layout.zero == 3, layout.offload)
             groups.setdefault(key, []).append(one)
         for group in groups.values():
-            front: list[tuple[float, ...]] = []
-            for one in sorted(group, key=lambda one: one.costs):
-                costs = one.costs
-                if not are_beaten(costs, front):
-                    front.append(costs)
-                    yield one
+            yield from unbeaten((one.costs, one) for one in group)
 
     def candidate(self, call: ModelCall, mesh: Mesh, layout: Layout) -> Candidate:
         """Returns the candidate of a call in a layout on a mesh."""
@@ -199,7 +185,7 @@ class CallCosts:
                 least = max(sequence_bytes(self.evaluation, call, layout, rank) for rank in last)
                 options["cache_bytes"] = max(options["cache_bytes"], least)
             options["cache_bytes"] += max(copied_bytes(workload, call, layout, rank) for rank in last)
-        return Candidate(layout, mesh.ranks, mesh.first, mesh.first + mesh.size, whole_s, piece_s, gather_s, **options)
+        return Candidate(layout, mesh, whole_s, piece_s, gather_s, **options)
 
     def _taken(self, call: ModelCall, layout: Layout, shards: Sequence[Shard]) -> dict[str, int]:
         """Returns memory.zero_bytes of the rank that needs the most; of a model with adapters also the weights of its
@@ -300,6 +286,15 @@ class CallCosts:
 def are_beaten(costs: tuple[float, ...], front: Iterable[tuple[float, ...]]) -> bool:
     """Returns whether other costs are nowhere higher."""
     return any(all(map(le, other, costs)) for other in front)
+
+
+def unbeaten(priced: Iterable[tuple[tuple[float, ...], T]]) -> Iterator[T]:
+    """Yields, of things with their costs, those that no other one beats in all costs."""
+    front: list[tuple[float, ...]] = []
+    for costs, thing in sorted(priced, key=lambda pair: pair[0]):
+        if not are_beaten(costs, front):
+            front.append(costs)
+            yield thing
 
 
 def _worthwhile(found: Iterable[Candidate]) -> Iterator[Candidate]:

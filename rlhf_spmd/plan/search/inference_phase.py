@@ -14,7 +14,7 @@ from operator import ge
 import numpy as np
 
 from rlhf_spmd.plan.search.budget import PRODUCTS, Budget
-from rlhf_spmd.plan.search.candidates import Candidate, Destination, are_beaten
+from rlhf_spmd.plan.search.candidates import Candidate, Destination, unbeaten
 from rlhf_spmd.plan.search.iteration_model import Assignment, CallModel
 
 MOST_PRODUCTS = 1 << 20  # combinations in one array
@@ -121,7 +121,10 @@ class LastPhase:
         activations are not looked at."""
         if left.shared not in self.known:
             self.known[left.shared] = [self._options(chosen, place) for place in range(len(self.calls))]
-        options = [_unbeaten(_fitting(one, left.segments, within_s)) for one in self.known[left.shared]]
+        options = []
+        for some in self.known[left.shared]:
+            fits_C = (some.seconds_C < within_s) & _fits(some.needs_4C, left.segments)
+            options.append(_unbeaten(some.take(np.nonzero(fits_C)[0])))
         if not all(one.candidates for one in options):
             return
         start = _Rows(np.zeros((1, 0), dtype=int), np.zeros((1, 0)), [])
@@ -156,28 +159,17 @@ class LastPhase:
         return _Options(tuple(self.candidates[place]), columns[0], columns[1:])
 
 
-def _fitting(options: _Options, segments: Sequence[Segment], within_s: float) -> _Options:
-    """Returns the candidates that are quick enough and fit alone."""
-    keep_C = (options.seconds_C < within_s) & _fits(options.needs_4C, segments)
-    return options.take(np.nonzero(keep_C)[0])
-
-
 def _unbeaten(options: _Options) -> _Options:
     """Returns the candidates that no other one with the same mesh, stages and slices, and so the same transfers of
     weights and the same base, beats in seconds and bytes."""
     groups: dict[tuple[Destination, int], list[int]] = {}
     for at, one in enumerate(options.candidates):
         groups.setdefault((one.where, one.base_bytes), []).append(at)
-    kept = []
+    kept: list[int] = []
     for group in groups.values():
-        places = ((*options.needs_4C[2:, at], options.candidates[at].activation_bytes) for at in group)
-        front: list[tuple[float, ...]] = []
-        for _, *needs, at in sorted(
-            (options.seconds_C[at], *needs, at) for at, needs in zip(group, places, strict=True)
-        ):
-            if not are_beaten(tuple(needs), front):
-                front.append(tuple(needs))
-                kept.append(at)
+        needs = options.needs_4C[2:]
+        costs = ((options.seconds_C[at], *needs[:, at], options.candidates[at].activation_bytes) for at in group)
+        kept += unbeaten(zip(costs, group, strict=True))
     return options.take(np.array(sorted(kept), dtype=int))
 
 

@@ -9,7 +9,6 @@ from rlhf_spmd.plan.calls import Train, is_gate
 from rlhf_spmd.plan.cost.memory import (
     STATIC,
     WORKING,
-    kept_bytes,
     num_trained,
     packed_bytes,
     peak_bytes,
@@ -192,9 +191,7 @@ def show_packed(program: Program) -> str:
     most = max(packed_bytes(program, rank) for rank in program.cluster.ranks)
     if not most:
         return ""
-    kept = max(kept_bytes(program, rank) for rank in program.cluster.ranks)
-    always = f", of which {format_bytes(kept)} of a frozen base stay while it trains" if kept else ""
-    return f"\nWhile a rank generates, packed copies of weights may take up to {format_bytes(most)} more{always}"
+    return f"\nWhile a rank generates, packed copies of weights may take up to {format_bytes(most)} more"
 
 
 def _instructions(program: Program, rank: int) -> str:
