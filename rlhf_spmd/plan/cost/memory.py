@@ -124,9 +124,9 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
 
 
 def call_bytes(program: Program, call: ModelCall, rank: int) -> dict[str, int]:
-    """Returns bytes that a call needs on a rank beside `static_bytes`, by kind: what ZeRO 3 gathers, gradients that
-    ZeRO 2 reduces, activations of training, keys and values of generation, and weights with adapters in them. Empty if
-    the call does not run there."""
+    """Returns bytes that a call needs on a rank beside `static_bytes`, by kind: what ZeRO 3 gathers or what comes from
+    host memory, gradients that ZeRO 2 reduces, activations of training, keys and values of generation, and weights with
+    adapters in them. Empty if the call does not run there."""
     workload, layout = program.workload, program.placement.layouts[call.name]
     if rank not in layout.ranks or workload.models[call.model] is None:
         return {}
@@ -135,8 +135,11 @@ def call_bytes(program: Program, call: ModelCall, rank: int) -> dict[str, int]:
         taken = {kind: of_zero[kind] for kind in WORKING if kind in of_zero}
         return taken | {"activations": activation_bytes(workload, call, layout, rank)}
     kept = weights_layout(call, rank, workload, program.placement)
-    spread = kept.zero == 3 and kept.dp > 1
-    taken = {"gathered": gathered_bytes(workload, call, layout, rank) if spread else 0}
+    taken = {"gathered": 0}
+    if layout.offload:
+        taken["gathered"] = workload.param_bytes * num_params(workload.shape(call.model), layout.shard(rank))
+    elif kept.zero == 3 and kept.dp > 1:
+        taken["gathered"] = gathered_bytes(workload, call, layout, rank)
     if isinstance(call, Generate):
         taken["KV cache"] = cache_bytes(workload, call, layout, rank)
         taken["copies with adapters"] = copied_bytes(workload, call, layout, rank)
@@ -169,14 +172,6 @@ def gathered_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: in
     return c * (besides + (params - besides) // shape.num_layers + states)
 
 
-def loaded_bytes(program: Program, call: ModelCall, rank: int) -> int:
-    """Returns bytes of the weights that a call loads from host memory."""
-    layout, shape = program.placement.layouts[call.name], program.workload.models[call.model]
-    if not layout.offload or rank not in layout.ranks or shape is None:
-        return 0
-    return program.workload.param_bytes * num_params(shape, layout.shard(rank))
-
-
 def working_bytes(program: Program, rank: int) -> dict[str, int]:
     """Returns the most bytes of each kind that a rank needs at one time for calls (weights from host memory count as
     gathered), for buckets of weights in transit, and for the rows of an iteration."""
@@ -187,7 +182,6 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
     for call in program.workload.workflow.placed_calls:
         for kind, num_bytes in call_bytes(program, call, rank).items():
             total[kind] = max(total[kind], num_bytes)
-        total["gathered"] = max(total["gathered"], loaded_bytes(program, call, rank))
     total["KV cache"] = most_alive_bytes(program, rank, cache_bytes)
     if program.workload.adds_adapters:
         total["copies with adapters"] = most_alive_bytes(program, rank, copied_bytes)

@@ -128,11 +128,6 @@ def transfer_draws(program: Program, number: int) -> bool:
     return transfer.model is None and not any(maker is not None and trains(maker, workflow) for maker in makers)
 
 
-def is_in(program: Program, instruction: Instruction, part: str) -> bool:
-    """Returns whether a part of a run executes an instruction of a step."""
-    return part == STEP or isinstance(instruction, Agree) or draws(program, instruction) == (part == PROLOGUE)
-
-
 def part_of(program: Program, part: str) -> Program:
     """Returns the prologue or the epilogue of the program of a step. What it leaves out of the transfers has no
     messages."""
@@ -144,5 +139,8 @@ def part_of(program: Program, part: str) -> Program:
         transfer if keep else replace(transfer, messages=(), reallocation=None)
         for keep, transfer in zip(kept, program.transfers, strict=True)
     )
-    instructions = tuple(tuple(one for one in some if is_in(program, one, part)) for some in program.instructions)
+    instructions = tuple(
+        tuple(one for one in some if isinstance(one, Agree) or draws(program, one) == is_prologue)
+        for some in program.instructions
+    )
     return replace(program, transfers=transfers, instructions=instructions, part=part)

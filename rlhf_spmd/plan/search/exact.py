@@ -159,22 +159,22 @@ class _Branches:
         self.bounds = [max(given, self._phase_s(phase)) for phase, given in enumerate(bounds_s)]
         self.open_s = inf
 
-    def _by_mesh(
-        self, index: int, candidates: Sequence[Candidate]
-    ) -> list[tuple[int, int, list[tuple[float, Candidate]]]]:
-        """Groups candidates by mesh: (first, stop, [(seconds, candidate)]), quick meshes and candidates first."""
-        found: dict[tuple[int, int], list[tuple[float, Candidate]]] = {}
-        for one in candidates:
-            length_s = one.piece_s * self.times[index] if self.streaming else one.seconds
-            found.setdefault((one.first, one.stop), []).append((length_s, one))
-        groups = [(*span, sorted(group, key=lambda pair: pair[0])) for span, group in found.items()]
-        return sorted(groups, key=lambda group: group[2][0][0])
+    def _time_s(self, index: int, one: Candidate) -> float:
+        """Returns the seconds of a candidate for a call, of all mini-batches."""
+        return one.piece_s * self.times[index] if self.streaming else one.seconds
+
+    def _by_mesh(self, index: int, candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+        """Groups candidates by mesh, quick meshes and candidates first."""
+        groups: dict[tuple[int, int], list[Candidate]] = {}
+        for one in sorted(candidates, key=lambda one: self._time_s(index, one)):
+            groups.setdefault((one.first, one.stop), []).append(one)
+        return list(groups.values())
 
     def _by_size(self, index: int) -> tuple[list[int], list[float]]:
         """Returns sizes of meshes, and the fewest seconds of a call on meshes no larger than that."""
         least: dict[int, float] = {}
-        for first, stop, group in self.groups[index]:
-            least[stop - first] = min(least.get(stop - first, inf), group[0][0])
+        for quickest, *_ in self.groups[index]:
+            least.setdefault(quickest.stop - quickest.first, self._time_s(index, quickest))
         sizes = sorted(least)
         return sizes, list(accumulate((least[size] for size in sizes), min))
 
@@ -254,21 +254,22 @@ class _Branches:
         phase, saved, room = self.phase_of[index], list(self.bounds), self.room
         # bound with the quickest candidate, for meshes that meet the same others
         least_s: dict[tuple[object, ...], float] = {}
-        for first, stop, group in self.groups[index]:
+        for group in self.groups[index]:
+            quickest, quickest_s = group[0], self._time_s(index, group[0])
             self.chosen[index], self.room = None, room
-            self.bounds[phase] = max(saved[phase], group[0][0])
+            self.bounds[phase] = max(saved[phase], quickest_s)
             if self._bound_s() >= self.best.goal_s:
                 break  # so are all slower meshes
             if self.is_apart and index in self.model.trains:
-                self.chosen[index] = group[0][1]
+                self.chosen[index] = quickest
                 self.room = self._room()
-            meets = (o and o.first < stop and first < o.stop for o in self.chosen)
-            alike = stop - first, group[0][0], self.room, *meets
+            meets = (o and o.first < quickest.stop and quickest.first < o.stop for o in self.chosen)
+            alike = quickest.stop - quickest.first, quickest_s, self.room, *meets
             if least_s.get(alike, 0.0) >= self.best.goal_s:
                 continue
-            for length_s, one in group:
+            for one in group:
                 self.chosen[index] = one
-                self.bounds[phase] = max(saved[phase], length_s, self._phase_s(phase))
+                self.bounds[phase] = max(saved[phase], self._time_s(index, one), self._phase_s(phase))
                 if self.is_apart and index in self.model.trains:
                     self.room = self._room()
                     for early in self.early:
@@ -279,7 +280,7 @@ class _Branches:
                 if bound_s >= self.best.goal_s:
                     if index in self.users:  # others may not have to gather the weights that they share
                         continue
-                    if one is group[0][1]:
+                    if one is quickest:
                         least_s.setdefault(alike, bound_s)
                     break  # so are the slower candidates on this mesh
                 if self.budget.is_spent:
@@ -353,7 +354,7 @@ class _Branches:
         if one is None:
             room = self.room if self.is_apart and index in self.model.others else len(self.model.limits)
             return self._within_s(index, room)
-        return one.piece_s * self.times[index] if self.streaming else one.seconds
+        return self._time_s(index, one)
 
     def _phase_s(self, number: int) -> float:
         """Returns a lower bound of a phase's seconds, whatever is chosen for its other calls."""

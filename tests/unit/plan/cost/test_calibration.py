@@ -2,8 +2,7 @@
 
 import pytest
 
-from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured, fit_link
-from rlhf_spmd.plan.cost.seconds import all_gather_s
+from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured
 from rlhf_spmd.plan.workload import ModelShape
 
 SHAPE = ModelShape(0, 64, 176, 8, 4, 8, 512)
@@ -42,11 +41,3 @@ def test_lengths_are_between_their_tables():
     assert by_length.at(3, 5.0, 1.0) == by_length.at(3, 5.0, 4.0)
     assert by_length.at(3, 5.0, 99.0) == by_length.at(3, 5.0, 8.0)
     assert by_length.at(3, 5.0, 8.0, rest=False) == pytest.approx(2 * 3 * 5)
-
-
-def test_the_link_of_a_ring_is_found():
-    link = Link(2e9, 3e-5)
-    times = [(n, size, all_gather_s(link, n, size)) for n in (2, 4, 8) for size in (1e3, 1e5, 1e7)]
-    found = fit_link(times)
-    assert found.bytes_per_s == pytest.approx(2e9, rel=1e-6) and found.latency_s == pytest.approx(3e-5, rel=1e-6)
-    assert fit_link([(2, 1e3, 3e-5), (2, 1e7, 1e-5)]).latency_s > 0  # noise: larger was faster

@@ -14,7 +14,6 @@ from rlhf_spmd.plan.cost.lengths import (
     decode,
     lognormal,
     mean_of_cut_lognormal,
-    of_rows,
     slowest,
 )
 
@@ -103,16 +102,6 @@ def test_the_slowest_shard_of_a_pipeline():
     assert slowest(lengths, 150, 24, 1, 6, 4) == pytest.approx(ends.mean() / (9 * 150), rel=0.01)
     assert slowest(lengths, 150, 24, 2, 6, 4) == pytest.approx(ends.max(1).mean() / (9 * 150), rel=0.04)
     assert slowest(constant(100), 150, 24, 8, 6, 4) == slowest(lengths, 150, 0, 8) == 1.0
-
-
-def test_responses_that_were_made():
-    lengths = of_rows([10, 20, 20, 50])
-    assert (lengths.mean, lengths.limit) == (25.0, 50.0)
-    assert lengths.longest(2) == pytest.approx((10 + 20 * 8 + 50 * 7) / 16)
-    assert decode(lengths, 3, 1).steps == pytest.approx(75)
-    long = of_rows(range(1, 30_001))
-    assert len(long.survival) == CELLS and long.mean == pytest.approx(15_000.5)
-    assert long.longest(2) == pytest.approx(20_000, rel=1e-3)
 
 
 @pytest.mark.parametrize(

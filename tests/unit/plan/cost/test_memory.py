@@ -84,18 +84,6 @@ def test_logits_are_counted_by_the_chunk():
     assert found[0] == found[1] > logits_bytes(4096, 32000, 4096, 2) == 4096 * (2 * 2048 + 4 * 4096)
 
 
-def test_a_budget_of_tokens_counts_at_least_a_row_and_at_most_all():
-    workload = workload_of(load("llama-7b"))
-    call, longest = workload.workflow.train_call("actor"), workload.max_prompt + workload.max_response
-
-    def taken(**limits: int) -> int:
-        return activation_bytes(workload, call, Layout.data_parallel(range(8), **limits), 0)
-
-    assert taken(tokens=4 * longest) == taken(micro_batch=4)
-    assert taken(tokens=1) == taken(micro_batch=1), "a row is never cut"
-    assert taken(tokens=10**9) == taken(micro_batch=workload.mini_batch // 8), "there are no more rows"
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_caches_that_are_alive_at_the_same_time_add_up(stream):
     """While streaming, ReMax has two of them, and the plan counted the larger one."""

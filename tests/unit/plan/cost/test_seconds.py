@@ -10,7 +10,6 @@ import pytest
 
 from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost import step_messages
 from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
 from rlhf_spmd.plan.cost.forecast_summary import call_s
@@ -101,20 +100,6 @@ def test_adapters(recompute, zero):
     assert cost.times.run_s(0, Run("actor_train", mini_batch=0)) == pytest.approx(passes_s + update_s)
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4, 5])
-def test_ranks_wait_for_the_largest_slice(tp):
-    shape = ModelShape(1, 64, 177, 10, 5, 8, 509)
-    shards = [Shard(0, 1, index, tp) for index in range(tp)]
-    norms, head, embedding = (2 + 1) * 64, head_flops(shape, 1, tp) / 2, 64 * -(-shape.vocab_size // tp)
-    assert head == embedding
-    largest = max(num_params(shape, shard) for shard in shards) - norms - head - embedding
-    assert layer_flops(shape, 3, 0, tp) == 2 * 3 * largest
-    cost = cost_of(machine(), tp, tp=tp, micro_batch=16, shape=shape)
-    forward = layer_flops(shape, 16 * LENGTH, LENGTH / 2, tp) + head_flops(shape, 16 * LENGTH, tp)
-    assert cost.times.run_s(0, Run("reference_infer")) == pytest.approx(forward / 1e9)
-    assert head_flops(replace(shape, scalar_head=True), 3, tp) == 2 * 3 * 64
-
-
 def test_generation_is_bound_by_its_layers_or_by_memory():
     run, prompts_s = Run("actor_generate"), 0.0
     slow_start = cost_of(machine(matrix_flops=1e30, decode_layer_s=0.25))
@@ -162,35 +147,6 @@ def test_zero_3_gathers_and_gradients_are_summed():
     assert three.times.run_s(0, Run("actor_train", mini_batch=1)) == pytest.approx(
         passes * (half_s + sum_s / 2) + 8 / 1e6, rel=1e-6
     )
-
-
-def test_stages_sum_tied_embeddings_and_slices_their_norms():
-    program, _ = cost_of(machine(), 4, shape=replace(SHAPE, tied=True))
-    layout = Layout.grid_of(range(4), pp=2, tp=2)
-    sent = step_messages.step_messages(program.workload, "actor", layout, 0, 9)
-    norms = 4 * SHAPE.hidden_size * SHAPE.num_layers  # two in each layer of the half that the first stage has
-    embeddings = 4 * SHAPE.vocab_size // 2 * SHAPE.hidden_size
-    assert [(one.kind, one.ranks, one.num_bytes, one.number) for one in sent] == [
-        ("all-reduce", (0, 1), norms, 1),
-        ("all-reduce", (0, 1, 2, 3), 8, 1),
-        ("all-reduce", (0, 2), embeddings, 1),
-    ]
-
-
-def test_rows_through_host_memory_are_copied_twice():
-    """Beside what goes by NCCL; between nodes at the pace of the slower one."""
-    workload, cluster = make_workload(mini_batch=8, num_mini_batches=2, shape=SHAPE), Cluster.parse("1x2", "a100-80g")
-    everyone, last = Layout.data_parallel(range(2)), Layout.data_parallel((1,))
-    placement = Placement.by_model(workload, actor=last, critic=last, reference=everyone, reward=last)
-    program = compile_program(workload, placement, cluster)
-    (message,) = program.transfers[0].messages
-    assert message.through_host
-    found = machine(matrix_flops=1e30, host_bytes_per_s=1e6, host=Link(1e5, 0.25))
-    found = replace(found, devices={"a100-80g": found.devices["cpu"]})
-    times, num_bytes = times_of(program, found), message.num_bytes
-    assert times.message_s(message) == pytest.approx(0.25 + num_bytes / 1e5 + 2 * num_bytes / 1e6)
-    slow = Cost(replace(found, between=Link(5e4, 0.125)), workload, Cluster.parse("2x1", "a100-80g"))
-    assert slow.host_message_s(0, 1, 1000) == pytest.approx(0.25 + 1000 / 5e4 + 2 * 1000 / 1e6)
 
 
 def generating(calibration: Calibration, *, lengths=None, drawn=(), num_mini_batches=2, **sizes):

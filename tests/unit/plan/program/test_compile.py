@@ -9,23 +9,19 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.plan.calls import is_current
-from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import num_params
-from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import Workload
-from tests.programs import make_workload, random_program
+from tests.programs import random_program
 
 ROOT = Path(__file__).parents[4]
 
@@ -218,21 +214,3 @@ def test_every_process_compiles_the_same_program():
 
 def whole_bytes(workload: Workload, model: str) -> int:
     return workload.param_bytes * num_params(workload.shape(model), Shard())
-
-
-def test_zero_3_gathers_in_the_group_that_generates():
-    workload = make_workload()
-    sharded, plain = Layout.data_parallel((0, 1), zero=3), Layout.data_parallel((0, 1))
-    placement = Placement.by_model(workload, actor=sharded, critic=plain, reference=plain, reward=plain)
-    program = compile_program(workload, placement, Cluster.parse("1x2"))
-    groups = {step.call: step.group for step in program.instructions[0] if isinstance(step, Run)}
-    assert groups["actor_generate"] == groups["actor_train"] == "ranks 0-1"
-    assert groups["critic_infer"] is groups["reference_infer"] is None
-    placement = Placement.by_model(workload, actor=plain, critic=plain, reference=sharded, reward=sharded)
-    program = compile_program(workload, placement, Cluster.parse("1x2"))
-    groups = {step.call: step.group for step in program.instructions[0] if isinstance(step, Run)}
-    assert groups["reference_infer"] == groups["reward_infer"] == "ranks 0-1"
-    assert groups["actor_generate"] is groups["critic_infer"] is None
-    function = replace(workload, models=workload.models | {"reward": None})  # a reward function has no weights
-    program = compile_program(function, placement, Cluster.parse("1x2"))
-    assert {s.group for s in program.instructions[0] if isinstance(s, Run) and s.call == "reward_infer"} == {None}

@@ -4,7 +4,6 @@ import pytest
 
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import evaluated, make_workload
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.evaluation import evaluation_program
@@ -12,29 +11,6 @@ from rlhf_spmd.plan.program.instructions import Offload, Program, Run
 from rlhf_spmd.plan.proof.check import check
 
 # ---- options --------------------------------------------------------------------------------------------------------
-
-
-def test_a_page_without_generation_has_metrics_of_its_own():
-    """Any of them may be the best; options of generated responses are refused."""
-    words = ["eval.prompts=x", "checkpoint.best=loss"]
-    config = presets.load("tiny", words, algorithm="dpo")
-    assert config.algorithm.is_better_lower("loss") and not config.algorithm.is_better_lower("accuracy")
-    for wrong, says in (
-        ("checkpoint.best=mean@1", "evaluation: loss, accuracy, "),
-        ("eval.temperature=1", "an algorithm that generates"),
-    ):
-        with pytest.raises(UserError) as caught:
-            presets.load("tiny", [*words, wrong], algorithm="dpo")
-        assert says in str(caught.value)
-
-
-def test_options_of_the_evaluation_take_the_places_of_those_of_training():
-    words = ["eval.prompts=held.jsonl", "eval.max_new_tokens=4", "generation.min_new_tokens=6"]
-    config = presets.load("tiny", [*words, "reward_function=a:f", "eval.reward_function=b:g"])
-    found = evaluated(config)
-    assert (found.data.prompts, found.reward_function) == ("held.jsonl", "b:g")
-    assert (found.generation.max_new_tokens, found.generation.min_new_tokens) == (4, 4)
-    assert evaluated(presets.load("tiny", ["eval.prompts=x"])).generation.max_new_tokens == 24
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------

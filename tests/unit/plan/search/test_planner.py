@@ -148,16 +148,6 @@ def test_no_clock_decides(monkeypatch):
     assert after.gap == before.gap == 0.0 and after.num_scored == before.num_scored
 
 
-def test_reward_functions_run_where_rows_are_made():
-    workload = make_workload(mini_batch=8, num_mini_batches=2, shape=SHAPE)
-    workload = replace(workload, models={**workload.models, "reward": None})
-    cluster = Cluster(CLUSTERS["2x4"])
-    for plan in search(workload, cluster, SMALL, keep=3).plans:
-        where = plan.placement.layouts
-        assert set(where["reward_infer"].ranks) <= set(where["actor_generate"].ranks)
-        assert (where["reward_infer"].pp, where["reward_infer"].tp) == (1, 1)
-
-
 def test_names_are_those_of_the_strategies():
     workload, cluster = make_workload(shape=SHAPE), Cluster.parse("1x4")
 

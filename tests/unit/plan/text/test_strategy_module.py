@@ -106,27 +106,3 @@ def test_ranks_are_short(ranks, text, tmp_path):
     assert f"everywhere = Layout.grid_of({text})" in source
     assert loaded(source, tmp_path).place(WORKLOAD, cluster) == placement
     assert_tidy(tmp_path / "plan.py")
-
-
-def test_names_say_what_calls_have_in_common():
-    cluster = Cluster.parse("2x4")
-    wide, narrow = Layout.grid_of(range(8), tp=2), Layout.grid_of(range(8), pp=2, zero=1)
-    first, second = Layout.grid_of(range(4)), Layout.grid_of(range(4, 8))
-    layouts = {
-        "actor_generate": wide,
-        "reference_infer": first,
-        "reward_infer": second,
-        "critic_infer": first,
-        "actor_train": narrow,
-        "critic_train": narrow,
-    }
-    source = strategy_source(Placement(layouts, stream=True, in_flight=3), WORKLOAD, cluster, "A plan.")
-    for line in (
-        "    generation = Layout.grid_of(cluster.ranks, tp=2)",
-        "    training = Layout.grid_of(cluster.ranks, pp=2, zero=1)",
-        "    inference = Layout.grid_of(cluster.ranks[:4])",
-        "    reward = Layout.grid_of(cluster.ranks[4:])",
-        '        "critic_infer": inference,',
-        "    return Placement(layouts, stream=True, in_flight=3)",
-    ):
-        assert line in source.splitlines()
