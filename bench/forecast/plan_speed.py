@@ -59,7 +59,7 @@ KEPT = {"8x8": 20, RANKS: 2}  # plans that are simulated, which is shown apart; 
 FAMILY = {"1x8": "llama-7b", "2x8": "llama-13b", "4x8": "llama-33b"}  # of the methods: layout -> preset
 FAMILY |= {f"{nodes}x8": PRESET for nodes in (8, 16, 32, 64, 128)}
 ROWS, ROWS_OF_DEVICE, MINI_BATCHES = 512, 4, 4  # at least, for each device, and parts of an iteration
-EXACT, TWO_PHASE, APP = METHODS = ("exact", "two_phase", "APP's space")
+EXACT, TWO_PHASE, MCMC, APP = METHODS = ("exact", "two_phase", "mcmc", "APP's space")
 LONG_BUDGET = 6 * BUDGET  # of the exact search; APP's parts share it
 KEEP = 2  # choices that are simulated
 MOST_SIMULATED = 256  # devices: of 1,024 each program takes ten seconds, and those that stream are tried in ten ways
@@ -134,7 +134,7 @@ def searched(
     best = Best(KEEP)
     if method != APP:
         space = Space.of(CallModel(Cost(calibration, workload, cluster)))
-        _, gap = choose(space, method, best, Budget(LONG_BUDGET))
+        _, gap = choose(space, method, best, Budget(BUDGET if method == MCMC else LONG_BUDGET))
         return space, best, gap
     spaces = [part.space(workload, cluster, calibration) for part in apps_parts(cluster)]
     spaces = [space for space in spaces if space is not None]

@@ -340,9 +340,8 @@ class _Branches:
 
     def _streamed_s(self) -> float:
         """Returns a lower bound of all completions of the choice while streaming; infinity if it cannot stream."""
-        if not self.model.streams(self.chosen):
-            return inf
-        return self.model.streamed_s(self.chosen, [self._length_s(i) / self.times[i] for i in self.calls])
+        pieces_s = [self._length_s(index) / self.times[index] for index in self.calls]
+        return self.model.streamed_s(self.chosen, pieces_s) if self.model.streams(self.chosen) else inf
 
     def _room(self) -> int:
         """Returns the number of ranks that do not train."""

@@ -121,10 +121,10 @@ class LastPhase:
         activations are not looked at."""
         if left.shared not in self.known:
             self.known[left.shared] = [self._options(chosen, place) for place in range(len(self.calls))]
-        options = []
-        for some in self.known[left.shared]:
-            fits_C = (some.seconds_C < within_s) & _fits(some.needs_4C, left.segments)
-            options.append(_unbeaten(some.take(np.nonzero(fits_C)[0])))
+        options = [
+            _unbeaten(some.take(np.nonzero((some.seconds_C < within_s) & _fits(some.needs_4C, left.segments))[0]))
+            for some in self.known[left.shared]
+        ]
         if not all(one.candidates for one in options):
             return
         start = _Rows(np.zeros((1, 0), dtype=int), np.zeros((1, 0)), [])

@@ -1,7 +1,8 @@
-"""Finds placements: two methods over one space of candidates with one score, then a simulation of the best ones.
+"""Finds placements: three methods over one space of candidates with one score, then a simulation of the best ones.
 
 exact: branch and bound (exact.py). two_phase, after APP's planner (arXiv 2312.11819): first placements in the style of
-its strategies, then a local search around the best of them. Plans are sorted by the forecasts of their programs.
+its strategies, then a local search around the best of them. mcmc: ReaL's Markov chain (markov_chain.py). Plans are
+sorted by the forecasts of their programs.
 """
 
 import time
@@ -25,6 +26,7 @@ from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.candidates import Allowed, Candidate, Destination, anything
 from rlhf_spmd.plan.search.exact import Best, Choice, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.search.markov_chain import markov_chain
 from rlhf_spmd.plan.search.misfit import roomiest, why_none
 from rlhf_spmd.plan.search.priors import Meshes, around, least_full, least_memory, on_meshes, priors
 from rlhf_spmd.plan.validate import ahead_problems
@@ -32,7 +34,7 @@ from rlhf_spmd.plan.workload import Workload
 
 NUM_STREAMING = 2  # plans that stream for which the fields of STREAMS are chosen
 STREAMS = {"decode_mini_batches": (1, 2, 4), "in_flight": (1, 2, 4)}  # and as many as there are mini-batches
-METHODS = ("exact", "two_phase")
+METHODS = ("exact", "two_phase", "mcmc")
 SEPARATION_AHEAD = "separation, one iteration ahead"
 BUDGET = 1_250_000  # steps of the exact search; then it reports the optimality gap
 ROOMY_SHARE = 0.4  # of the budget for finding something that fits
@@ -88,7 +90,7 @@ def search(
     is allowed, the method is unknown, or the calibration lacks a device type.
 
     keep: how many are compiled and simulated.
-    budget: steps (budget.py) after which the exact search stops and reports a gap.
+    budget: steps (budget.py) after which the exact search stops and reports a gap, or the Markov chain ends.
     allowed: the layouts that calls may have.
     evaluated_tokens: the most tokens of a response in evaluations, for which memory is kept; 0: no evaluation.
     ahead: as in Placement; 1: all plans draw one iteration ahead.
@@ -125,10 +127,13 @@ def search(
 def choose(space: Space, method: str, best: Best, budget: Budget) -> tuple[Best, float | None]:
     """Returns the best choices of a method, and the optimality gap.
 
-    budget: of the exact method.
+    budget: of the exact method and of the Markov chain.
     """
     if method == "two_phase":
         two_phase(space, best)
+        return best, None
+    if method == "mcmc":
+        markov_chain(space, best, budget)
         return best, None
     least_s = exact(space, best, budget)
     is_proved = least_s >= best.seconds

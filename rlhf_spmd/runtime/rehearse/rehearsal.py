@@ -160,7 +160,11 @@ class Rehearsal(InstructionLoop):
             self.chains[number] = self._steps(number, transfer.reallocation, data)
             self.pending[number] = self.communicators.start(WORLD, next(self.chains[number]))
             return
-        parts = [self._part(number, place, message, data) for place, message in self._messages(transfer)]
+        parts = [
+            self._part(number, place, message, data)
+            for place, message in enumerate(transfer.messages)
+            if self.world.rank in (message.source, message.destination)
+        ]
         self.pending[number] = self.communicators.start(self._communicator(transfer), Operation(parts))
 
     def wait(self, number: int, data: Rehearsed) -> None:
@@ -174,17 +178,15 @@ class Rehearsal(InstructionLoop):
         operation = self.pending.pop(number)
         self.communicators.finish(operation)
         rows = self.program.mini_batches_of(transfer)
-        for part, (_, message) in zip(operation.parts, self._messages(transfer), strict=True):
+        for part, message in zip(operation.parts, self._mine(transfer), strict=True):
             shape = len(rows), len(message.columns)
             for index, key in enumerate([] if part.sends or transfer.call is not None else message.keys):
                 numbers = part.numbers[index * shape[0] * shape[1] :][: shape[0] * shape[1]].reshape(shape)
                 columns = message.columns
                 self._values(key, data)[rows.start : rows.stop, columns.start : columns.stop] = numbers
 
-    def _messages(self, transfer: Transfer) -> list[tuple[int, Message]]:
-        """Returns the messages of a transfer that this rank sends or receives, with their numbers."""
-        rank = self.world.rank
-        return [(place, m) for place, m in enumerate(transfer.messages) if rank in (m.source, m.destination)]
+    def _mine(self, transfer: Transfer) -> list[Message]:
+        return [m for m in transfer.messages if self.world.rank in (m.source, m.destination)]
 
     def _part(self, number: int, place: int, message: Message, data: Rehearsed) -> Part:
         """Returns this rank's end of a message of rows, or of what a stage sends to the next."""

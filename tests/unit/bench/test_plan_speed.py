@@ -47,12 +47,12 @@ def test_apps_choices_are_what_they_are_called(parts, part):
 def test_distances_are_from_the_optimum():
     rows = [
         {"method": method, "gap": gap, "call_level_s": seconds}
-        for method, gap, seconds in zip(METHODS, (0.0, None, 0.0), (10.0, 10.5, None), strict=True)
+        for method, gap, seconds in zip(METHODS, (0.0, None, None, 0.0), (10.0, 10.5, 11.0, None), strict=True)
     ]
-    assert [row["distance"] for row in with_distances(rows)] == pytest.approx([0.0, 0.05, None])
+    assert [row["distance"] for row in with_distances(rows)] == pytest.approx([0.0, 0.05, 0.1, None])
     rows[0] |= {"gap": 0.2, "call_level_s": 12.6}
     found = list(with_distances(rows))
-    assert [row["distance"] for row in found] == pytest.approx([0.2, 0.0, None])
+    assert [row["distance"] for row in found] == pytest.approx([0.2, 0.0, 11.0 / 10.5 - 1, None])
     assert {row["proved"] for row in found} == {False}
 
 

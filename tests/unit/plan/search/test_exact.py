@@ -15,6 +15,7 @@ from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.exact import Best, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.search.markov_chain import markov_chain
 from rlhf_spmd.plan.search.planner import choose, simulated
 from tests.unit.plan.search.test_planner import A100, CLUSTERS, llama, model_of, model_on_one_base
 
@@ -47,6 +48,18 @@ def test_exact_is_brute_force(layout, num_bytes, epochs):
         least_s = exact(space, best, Budget())
         assert best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
         assert least_s == best.seconds
+
+
+@pytest.mark.parametrize("num_bytes", [None, 1_500_000])
+def test_the_markov_chain_finds_the_best_of_a_small_space(num_bytes):
+    """And the same choices again, by its seed."""
+    space, found = small_space(model_of("2x4", num_bytes), random.Random(0), 3), []
+    for _ in range(2):
+        best = Best(20)
+        markov_chain(space, best, Budget(20_000))
+        found.append(best.choices)
+    assert best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("num_bytes", [None, 13_000_000, 11_000_000])
