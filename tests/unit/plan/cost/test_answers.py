@@ -10,8 +10,7 @@ import pytest
 from rlhf_spmd.plan.cost.answers import P95, _drawn, generate_s, longest_s
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.workload import Answers, ResponseLengths
-from tests.unit.plan.cost.test_seconds import machine
-from tests.unit.verbs.test_plan import example
+from tests.unit.plan.cost.test_seconds import example, machine
 
 
 def of_sigma(mean_s: float, sigma: float, turns: float, tokens: float = 0.0) -> Answers:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured
@@ -40,6 +41,12 @@ def machine(**constants) -> Calibration:
     names = {name: constants.pop(name) for name in list(constants) if hasattr(device, name)}
     options = {"inside": Link(1e30, 0.0), "between": Link(1e30, 0.0)} | constants
     return Calibration("test", {"cpu": replace(device, **names)}, provenance="made up", **options)
+
+
+def example(name: str, size: int, **options) -> Program:
+    """Returns the program of a shipped strategy on some ranks."""
+    workload, cluster = make_workload(mini_batch=8), Cluster.parse(f"1x{size}")
+    return load_strategy(name).compile(workload, cluster, options)
 
 
 def cost_of(

@@ -5,8 +5,7 @@ import pytest
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.runtime.pictures.forecast_spans import spans_of_forecast
 from rlhf_spmd.runtime.world.trace import busy_fraction, lanes
-from tests.unit.plan.cost.test_seconds import machine
-from tests.unit.verbs.test_plan import example
+from tests.unit.plan.cost.test_seconds import example, machine
 
 
 def test_records_are_the_forecast():

@@ -14,8 +14,7 @@ from rlhf_spmd.plan.workload import Answers
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare
-from tests.unit.plan.cost.test_seconds import machine
-from tests.unit.verbs.test_plan import example
+from tests.unit.plan.cost.test_seconds import example, machine
 
 HERE = Machine("p", "d", 2.0, 1, "t")
 
