@@ -106,12 +106,12 @@ def _measuring(workflow: Workflow) -> tuple[Call, ...]:
                 f"eval.prompts: {call.function} needs more than a row at once, so rows cannot be evaluated; drop "
                 "eval.prompts"
             )
-    return tuple(_measure(call) if isinstance(call, Train) else call for call in workflow.calls)
-
-
-def _measure(call: Train) -> Measure:
-    """Returns the call that only logs the loss of one that trains."""
-    return Measure(**{part.name: getattr(call, part.name) for part in fields(call) if part.init})
+    return tuple(
+        Measure(**{part.name: getattr(call, part.name) for part in fields(call) if part.init})
+        if isinstance(call, Train)
+        else call
+        for call in workflow.calls
+    )
 
 
 def _calls(workflow: Workflow) -> tuple[Generate, ModelCall]:

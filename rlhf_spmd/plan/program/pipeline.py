@@ -17,7 +17,7 @@ the same, as a check of this code. The number of tokens is known only afterwards
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 from rlhf_spmd.plan.calls import Compute, Generate, ModelCall, Train
 from rlhf_spmd.plan.layout import STAGES, Layout, group_name
@@ -248,12 +248,8 @@ def bodies(program: Program) -> Iterator[tuple[ModelCall, int, Program]]:
         groups = dict(program.groups) | {group: tuple(sorted(ranks))}
         one = replace(program, transfers=(), instructions=tuple(lists), groups=groups)
         for number in numbers(layout, program.workload, call):
-            same = partial(_same, number)
-            yield call, number, expand(one, same, same)
-
-
-def _same(number: int, run: Run) -> int:
-    return number
+            sizes = {alone: number}
+            yield call, number, expand(one, sizes.__getitem__, sizes.__getitem__)
 
 
 def pass_bytes(layout: Layout, workload: Workload, call: ModelCall) -> int:

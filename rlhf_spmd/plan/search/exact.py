@@ -276,7 +276,9 @@ class _Branches:
                         self.bounds[early] = max(saved[early], self._phase_s(early))
                 bound_s = self._bound_s()
                 if self.streaming and bound_s < self.best.goal_s:
-                    bound_s = max(bound_s, self._streamed_s())
+                    pieces_s = [self._length_s(i) / self.times[i] for i in self.calls]
+                    streams = self.model.streams(self.chosen)
+                    bound_s = max(bound_s, self.model.streamed_s(self.chosen, pieces_s) if streams else inf)
                 if bound_s >= self.best.goal_s:
                     if index in self.users:  # others may not have to gather the weights that they share
                         continue
@@ -337,11 +339,6 @@ class _Branches:
         before_s = sum(max((piece_s[i] for i in phase if i in model.others), default=0.0) for phase in model.phases)
         after_s = max(piece_s[i] * (1 + self.times[i] - num) for i in model.trains)  # one mini-batch, and later epochs
         return max(self.bounds[0] + after_s, self.bounds[1] + before_s)
-
-    def _streamed_s(self) -> float:
-        """Returns a lower bound of all completions of the choice while streaming; infinity if it cannot stream."""
-        pieces_s = [self._length_s(index) / self.times[index] for index in self.calls]
-        return self.model.streamed_s(self.chosen, pieces_s) if self.model.streams(self.chosen) else inf
 
     def _room(self) -> int:
         """Returns the number of ranks that do not train."""
