@@ -99,7 +99,7 @@ def searched(
     config: Config, workload: Workload, cluster: Cluster, calibration: Calibration, words: Sequence[str]
 ) -> tuple[Program, str]:
     """Returns the program of the planner's best plan, and the source of its strategy module."""
-    rows, _ = alternatives(workload, cluster, calibration, top=1)
+    rows, *_ = alternatives(workload, cluster, calibration, top=1)
     best = fastest([row for row in rows if row.name.startswith("plan ")], cluster)
     return best.program, module_source(best, config, calibration, list(words))
 

@@ -1,6 +1,6 @@
 """The best plans and the shipped strategies side by side, each with its forecast, and the fastest as a strategy."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import fill
 from types import ModuleType
@@ -24,7 +24,6 @@ from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.search.planner import SEPARATION_AHEAD, SearchResult, name_of, search
 from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
-from rlhf_spmd.plan.validate import ahead_problems
 from rlhf_spmd.plan.workload import Workload
 
 TIGHT = "generation decodes fewer sequences at a time"  # the warning of memory_check.memory, shortened
@@ -49,15 +48,7 @@ class Alternative:
     evaluation: Program | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Misfit:
-    """A shipped strategy that does not fit. note: why."""
-
-    name: str
-    note: str
-
-
-Row = Alternative | Misfit  # of the table
+Misfits = Mapping[str, str]  # shipped strategies that do not fit, and why
 SUMMED = ("num_scored", "search_s", "processor_s", "simulate_s")  # of two results of search()
 
 
@@ -70,9 +61,9 @@ def alternatives(
     top: int | None = None,
     aheads: Sequence[int] = (0,),
     **options: Any,
-) -> tuple[list[Row], SearchResult]:
-    """Returns the best plans of search() with these options, then the shipped strategies; and the result of the search.
-    Raises UserError if nothing fits.
+) -> tuple[list[Alternative], Misfits, SearchResult]:
+    """Returns the best plans of search() with these options, then the shipped strategies that fit; those that do not;
+    and the result of the search. Raises UserError if nothing fits.
 
     evaluate: makes the program of the run's evaluations, which must fit, too.
     top: how many plans, besides the best of each of `aheads`; None: all.
@@ -80,16 +71,23 @@ def alternatives(
     """
     result = searched(workload, cluster, calibration, aheads, **options)
     best = {plan.placement.ahead: plan for plan in reversed(result.plans)}
-    rows: list[Row] = []
+    rows, misfits = list[Alternative](), dict[str, str]()
     for number, plan in enumerate(result.plans):
         if top is None or number < top or plan is best[plan.placement.ahead]:
             name, evaluation = f"plan {number + 1} ({plan.name})", evaluate(plan.program)
             rows.append(Alternative(name, plan.program, plan.forecast, evaluation=evaluation))
+    shipped: dict[str, tuple[str, dict[str, int]]] = {name: (name, {}) for name in COMPARED}
+    if 1 in aheads:
+        shipped[SEPARATION_AHEAD] = "separation", {"ahead": 1}
     with progress.during("simulating the shipped strategies"):
-        rows += [fitted(name, workload, cluster, calibration, evaluate) for name in COMPARED]
-        if 1 in aheads:
-            rows.append(fitted("separation", workload, cluster, calibration, evaluate, ahead=1))
-    return rows, result
+        for title, (name, more) in shipped.items():
+            fit = first_fit(name, workload, cluster, evaluate, **more)
+            if fit.program is None:
+                misfits[title] = fit.note
+            else:
+                seconds = forecast(fit.program, calibration)
+                rows.append(Alternative(title, fit.program, seconds, fit.note, fit.evaluation))
+    return rows, misfits, result
 
 
 def searched(
@@ -110,57 +108,20 @@ def searched(
     return result
 
 
-def ahead_text(rows: Sequence[Row], workload: Workload) -> str:
-    """Says in a sentence whether sampling one iteration ahead pays.
-
-    rows: of alternatives() with and without it.
-    """
-    order = list(ranked(rows))
-    early = next((row for row in order if row.program.placement.ahead), None)
-    if early is None:
-        why = "; ".join(ahead_problems(1, workload.workflow)) or "no placement of it fits these devices"
-        return f"One iteration ahead is out of the question: {why}"
-    seconds = {row.name: row.forecast.makespan_s for row in order}
-    early_s = seconds.pop(early.name)
-    times = ", ".join(f"{row_s / early_s:.2f} times as fast as {name}" for name, row_s in seconds.items())
-    verdict = "pays" if order[0] is early else "would not pay"
-    return f"One iteration ahead {verdict}: {early.name} takes {early_s:.4g} s, {times}"
-
-
 def kind_of(row: Alternative) -> str:
     """Returns the strategy that a row resembles."""
     return name_of(row.program.placement, row.program.workload, row.program.cluster)
 
 
-def fitted(
-    name: str,
-    workload: Workload,
-    cluster: Cluster,
-    calibration: Calibration,
-    evaluate: Evaluate = no_evaluation,
-    ahead: int = 0,
-) -> Row:
-    """Returns a shipped strategy with the first options with which it fits; else why it does not.
-
-    ahead: of separation.
-    """
-    fit = first_fit(name, workload, cluster, evaluate, **({"ahead": ahead} if ahead else {}))
-    name = SEPARATION_AHEAD if ahead else name
-    if fit.program is None:
-        return Misfit(name, fit.note)
-    return Alternative(name, fit.program, forecast(fit.program, calibration), fit.note, evaluation=fit.evaluation)
-
-
-def ranked(rows: Sequence[Row]) -> Iterator[Alternative]:
+def ranked(rows: Iterable[Alternative]) -> Iterator[Alternative]:
     """Yields the rows that `check` has no error about, fastest first; those that it warns about for want of memory
     come after all others."""
-    fitting = [row for row in rows if isinstance(row, Alternative)]
-    for row in sorted(fitting, key=lambda row: (bool(memory(row.program)), row.forecast.makespan_s)):
+    for row in sorted(rows, key=lambda row: (bool(memory(row.program)), row.forecast.makespan_s)):
         if all(finding.severity != "error" for finding in check_both(row.program, row.evaluation)):
             yield row
 
 
-def most_promising(rows: Sequence[Row], number: int) -> list[Alternative]:
+def most_promising(rows: Iterable[Alternative], number: int) -> list[Alternative]:
     """Returns the rows that are worth measuring: of those that are forecast to take at most NEAR times the seconds of
     the fastest, the best of each kind of placement (name_of()), because placements of a kind differ less than their
     forecasts err. Then the next ones."""
@@ -170,29 +131,28 @@ def most_promising(rows: Sequence[Row], number: int) -> list[Alternative]:
     return sorted(order, key=lambda row: best.get(kind_of(row)) is not row)[:number]
 
 
-def fastest(rows: Sequence[Row], cluster: Cluster) -> Alternative:
+def fastest(rows: Iterable[Alternative], cluster: Cluster) -> Alternative:
     """Returns the first of ranked(). Raises UserError if nothing fits."""
     if best := next(ranked(rows), None):
         return best
     raise UserError(f"there is no plan for {cluster} that passes `check`: use more or larger devices")
 
 
-def plans_table(rows: Sequence[Row], calibration: Calibration, columns: int | None = None) -> str:
+def plans_table(
+    rows: Sequence[Alternative], misfits: Misfits, calibration: Calibration, columns: int | None = None
+) -> str:
     """Returns seconds, waste and bytes of every row; then the seconds of each call and what limits it. columns: of
     `table`."""
-    shown = [row for row in rows if isinstance(row, Alternative)]
-    calls = list(dict.fromkeys(call.name for row in shown for call in row.program.workload.workflow.placed_calls))
+    calls = list(dict.fromkeys(call.name for row in rows for call in row.program.workload.workflow.placed_calls))
     first: list[tuple[str, ...]] = [("plan", "seconds", "bubble", "peak", "reserve", "device", "note")]
     second: list[tuple[str, ...]] = [("plan", *calls)]
     for row in rows:
-        if isinstance(row, Misfit):
-            first.append((row.name, "-", "-", "-", "-", "-", row.note))
-            continue
         program, seconds, limit = row.program, call_s(row.forecast), limits(row.program, calibration)
         words = ", ".join(filter(None, (row.note, TIGHT if memory(program) else "")))
         idle, most = f"{abs(bubble(row.forecast)):.0%}", format_bytes(most_bytes(program))
         first.append((row.name, f"{row.forecast.makespan_s:.4g}", idle, most, *_device(program), words))
         second.append((row.name, *(f"{seconds[call]:.3g} {limit[call]}" if call in seconds else "-" for call in calls)))
+    first += [(name, *("-" * 5), note) for name, note in misfits.items()]
     heading = "Seconds of each call in an iteration, and what limits it"
     return "\n".join([table(first, columns), "", heading, table(second, columns)])
 
@@ -222,7 +182,7 @@ def module_source(row: Alternative, config: Config, calibration: Calibration, ov
 
 def planned(
     config: Config, workload: Workload, cluster: Cluster, calibration: Calibration, **options: Any
-) -> tuple[list[Row], SearchResult]:
+) -> tuple[list[Alternative], Misfits, SearchResult]:
     """Returns what alternatives() does, with memory for the evaluations of the run. Raises UserError, also for options
     of a strategy, because the planner makes its own."""
     for name in config.strategy:
@@ -235,7 +195,7 @@ def planned(
 def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Calibration) -> Strategy:
     """Searches for the fastest plan and returns it as a strategy whose source is the module that the plan subcommand
     would write. Deterministic: every rank finds the same one. Raises UserError."""
-    rows, _ = planned(config, workload, cluster, calibration, budget=AUTO_BUDGET)
+    rows, *_ = planned(config, workload, cluster, calibration, budget=AUTO_BUDGET)
     return strategy_of("auto", module_source(fastest(rows, cluster), config, calibration, []))
 
 

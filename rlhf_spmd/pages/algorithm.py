@@ -35,7 +35,6 @@ NO_PAGES = (  # modules beside the pages
     "controllers",
     *FUNCTIONS,
 )
-STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
 OF_WORKFLOW = ("options", "model", "compute")  # and the keys of DATA: what workflow() is called with, by name
 OF_ITERATION = ("state", "options", "means", "weights", "num_sequences")  # the same of after_iteration()
 Word = Annotated[str, Field(pattern=r"^[^\W\d]\w*$")]  # a name that Python may have, too
@@ -302,8 +301,6 @@ def _problem(module: ModuleType) -> str:
         return f"DATA has no {PROMPTS} with the name of a column"
     if len(columns) != 2 and any(isinstance(column, page.AssistantTokens) for column in module.DATA.values()):
         return "DATA has AssistantTokens, which are for one key of responses"
-    if len({hasattr(module, name) for name in STATEFUL}) > 1:
-        return f"it has some of {', '.join(STATEFUL)} and not all of them"
     for name, role in roles.items():
         if role.lr is not None and not 0 < role.lr < math.inf or not set(role.starts_from) <= roles.keys():
             starts = ", ".join(role.starts_from) or "none"

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from rlhf_spmd.command_line.outputs import refuse_existing, save
@@ -20,9 +19,6 @@ from rlhf_spmd.command_line.plans import (
     AHEAD,
     KEEP,
     Alternative,
-    Misfit,
-    Row,
-    ahead_text,
     fastest,
     module_source,
     most_promising,
@@ -51,7 +47,7 @@ def run(parsed: argparse.Namespace) -> int:
     config, cluster, calibration = read(parsed)
     assert calibration is not None, "required"
     out, workload, began = _out(parsed, config, cluster), make_workload(config), time.perf_counter()
-    rows, result = planned(config, workload, cluster, calibration, top=parsed.top, **_search_options(parsed))
+    rows, misfits, result = planned(config, workload, cluster, calibration, top=parsed.top, **_search_options(parsed))
     winner = fastest(_eligible(rows, parsed), cluster)
     simulate_s = time.perf_counter() - began - result.search_s  # for the best plans and the shipped strategies
     where = f"{config.title} on {cluster} ({', '.join(cluster.device_types)})"
@@ -63,9 +59,7 @@ def run(parsed: argparse.Namespace) -> int:
     print(f"{where}, seconds by calibration {calibration.name}: {took}")
     if calibration.sources:
         print(f"sources of its constants: {calibration.sources_text}")
-    print(plans_table(rows, calibration, table_width()))
-    if parsed.ahead == "auto":
-        print(f"\n{fill(ahead_text(rows, workload), table_width() or 120)}")
+    print(plans_table(rows, misfits, calibration, table_width()))
     source = module_source(winner, config, calibration, _words(parsed))
     save(out, lambda path: path.write_text(source, encoding="utf-8"))
     print(f"\nThe fastest, {winner.name}, is written to {out}; try it:")
@@ -85,7 +79,7 @@ def run(parsed: argparse.Namespace) -> int:
         "simulate_s": simulate_s,
         "gap": result.gap,
         "num_scored": result.num_scored,
-        "plans": {row.name: row.forecast.makespan_s if isinstance(row, Alternative) else None for row in rows},
+        "plans": {row.name: row.forecast.makespan_s for row in rows} | dict.fromkeys(misfits),
         "ahead": winner.program.placement.ahead,
         "ok": True,
     }
@@ -98,10 +92,9 @@ def _search_options(parsed: argparse.Namespace) -> dict[str, Any]:
     return {"aheads": AHEAD[parsed.ahead], "method": parsed.method, "keep": max(parsed.top, KEEP)}
 
 
-def _eligible(rows: Sequence[Row], parsed: argparse.Namespace) -> list[Row]:
+def _eligible(rows: Sequence[Alternative], parsed: argparse.Namespace) -> list[Alternative]:
     """Returns the rows that draw as far ahead as was asked for."""
-    aheads = AHEAD[parsed.ahead]
-    return [row for row in rows if isinstance(row, Misfit) or row.program.placement.ahead in aheads]
+    return [row for row in rows if row.program.placement.ahead in AHEAD[parsed.ahead]]
 
 
 def _words(parsed: argparse.Namespace) -> list[str]:
@@ -145,11 +138,12 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
             raise UserError(f"preset {config.preset} has no weights to run with; pass --model FOLDER")
         out, workload = _out(parsed, config, cluster), make_workload(config)
         if world.rank == 0:
-            rows, result = planned(config, workload, cluster, calibration, **_search_options(parsed))
+            rows, misfits, result = planned(config, workload, cluster, calibration, **_search_options(parsed))
             best = most_promising(_eligible(rows, parsed), parsed.measure_top)
             sources = {row.name: module_source(row, config, calibration, _words(parsed)) for row in best}
             shown = [*rows[: parsed.top], *rows[len(result.plans) :], *best]
-            print(plans_table([row for row in rows if row in shown], calibration, table_width()), flush=True)
+            rows = [row for row in rows if row in shown]
+            print(plans_table(rows, misfits, calibration, table_width()), flush=True)
     world.use_device(config.device)
     sources = world.bcast(sources, what="the plans")
     with world.together("compiling the plans"):
