@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -62,38 +62,55 @@ def num_rows(config: Config) -> int:
     return sum(len(read_records(path, key, others)) for path in every_file(prompt_files(config)))
 
 
-def first_phases(config: Config, strategy: Strategy, cluster: Cluster) -> list[tuple[Config, Program]]:
-    """Returns options and programs of the start of a run with data.precompute, one for each data set. Raises
-    UserError."""
-    if not config.data.precompute:
-        return []
-    whole = replace(config, data=replace(config.data, precompute=False))
-    phases = []
-    for options in (whole, evaluated(whole)) if config.eval.prompts else (whole,):
-        training = strategy.compile(make_workload(options), cluster, options.strategy)
-        phases.append((options, precompute_program(training, num_rows=options.rollout_batch)))
-    return phases
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The programs of a run, and what `check` says about them.
+
+    evaluation: of its evaluations; None: there are none.
+    phases: options and programs of its start with data.precompute, one for each data set.
+    advice: strategies that fit, where these programs are too large for their devices; else empty.
+    """
+
+    program: Program
+    evaluation: Program | None
+    phases: list[tuple[Config, Program]]
+    findings: list[Finding]
+    advice: str
+
+    @property
+    def programs(self) -> list[Program]:
+        """All programs."""
+        return [self.program, *filter(None, [self.evaluation]), *(program for _, program in self.phases)]
+
+    @property
+    def phases_note(self) -> str:
+        """What the start of the run needs, for people; empty if there is none."""
+        if not self.phases:
+            return ""
+        num_bytes = max(most_bytes(program) for _, program in self.phases)
+        models = ", ".join(self.phases[0][1].workload.workflow.models)
+        return f"first, logprobs by {models}: at most {format_bytes(num_bytes)} on a rank, freed before training"
 
 
-def phases_note(phases: Sequence[tuple[Config, Program]]) -> str:
-    """Returns what the start of a run needs, for people; empty if there is none."""
-    if not phases:
-        return ""
-    num_bytes = max(most_bytes(program) for _, program in phases)
-    models = ", ".join(phases[0][1].workload.workflow.models)
-    return f"first, logprobs by {models}: at most {format_bytes(num_bytes)} on a rank, freed before training"
+def compiled(config: Config, strategy: Strategy, cluster: Cluster) -> Compiled:
+    """Compiles and checks the programs of a run. Raises UserError."""
+    evaluate = evaluate_of(config)
+    program = strategy.compile(make_workload(config), cluster, config.strategy)
+    evaluation, phases = evaluate(program), list[tuple[Config, Program]]()
+    if config.data.precompute:
+        whole = replace(config, data=replace(config.data, precompute=False))
+        for options in (whole, evaluated(whole)) if config.eval.prompts else (whole,):
+            training = strategy.compile(make_workload(options), cluster, options.strategy)
+            phases.append((options, precompute_program(training, num_rows=options.rollout_batch)))
+    findings = check_both(program, evaluation)
+    for _, phase in phases:
+        findings += _titled("data.precompute", check(phase))
+    return Compiled(program, evaluation, phases, findings, advice(program, evaluate))
 
 
-def check_both(
-    training: Program, evaluation: Program | None, phases: Sequence[tuple[Config, Program]] = ()
-) -> list[Finding]:
-    """Returns the findings about the program of a run, that of its evaluations and those of its start."""
-    findings = check(training)
-    if evaluation:
-        findings += _titled("evaluation", check(evaluation, beside=training))
-    for _, program in phases:
-        findings += _titled("data.precompute", check(program))
-    return findings
+def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
+    """Returns the findings about the program of a run and that of its evaluations."""
+    return check(training) + (_titled("evaluation", check(evaluation, beside=training)) if evaluation else [])
 
 
 def _titled(title: str, findings: Sequence[Finding]) -> list[Finding]:
@@ -227,8 +244,8 @@ def column_names(config: Config, most: int | None = None) -> list[str]:
     return list(names)
 
 
-def refuse_errors(name: str, program: Program, findings: Sequence[Finding], evaluate: Evaluate = no_evaluation) -> None:
-    """Raises UserError for a program that cannot run; if it does not fit, the error names strategies that do."""
+def refuse_errors(name: str, findings: Sequence[Finding], advice: str = "") -> None:
+    """Raises UserError for a strategy whose program cannot run. advice: strategies that can."""
     if errors := [str(finding) for finding in findings if finding.severity == "error"]:
-        parts = [f"strategy {name} is refused by check: {'; '.join(errors[:3])}", advice(program, evaluate)]
-        raise UserError(". ".join(filter(None, parts)))
+        texts = [f"strategy {name} is refused by check: {'; '.join(errors[:3])}", advice]
+        raise UserError(". ".join(filter(None, texts)))

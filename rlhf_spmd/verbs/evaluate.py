@@ -34,7 +34,7 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
         training = strategy.compile(make_workload(config), cluster, config.strategy)
         program = evaluate_of(config)(training)
         assert program is not None, "there are prompts"
-        refuse_errors(strategy.name, program, check(program))
+        refuse_errors(strategy.name, check(program))
         check_program(world.computes, program)
     compare_programs(world, strategy, [program])
     start_torch(world, config, [program])

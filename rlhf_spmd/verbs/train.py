@@ -6,14 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.command_line.checks import (
-    check_both,
-    check_inputs,
-    evaluate_of,
-    first_phases,
-    phases_note,
-    refuse_errors,
-)
+from rlhf_spmd.command_line.checks import check_inputs, compiled, refuse_errors
 from rlhf_spmd.command_line.plans import auto
 from rlhf_spmd.command_line.ranks import cluster_of_run, compare_options, compare_programs, start_torch
 from rlhf_spmd.command_line.words import (
@@ -55,32 +48,28 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         described = Path(path).read_text(encoding="utf-8") if path and is_file(path) else ""
         is_auto = parsed.strategy == "auto"
         cluster, calibration = cluster_of_run(world, config, path, parsed.calibration, required=is_auto)
-        workload = configs.make_workload(config)
         if strategy is None:  # it is to be planned
             assert calibration is not None, "required"
-            strategy = auto(config, workload, cluster, calibration)
-        program = strategy.compile(workload, cluster, config.strategy)
-        evaluate = evaluate_of(config)
-        evaluation = evaluate(program)
-        phases = first_phases(config, strategy, cluster)
-        findings = check_both(program, evaluation, phases)
-        if parsed.dry_run:
-            findings += check_inputs(config, workload.workflow, runs=True) if world.rank == 0 else []
-        else:
-            refuse_errors(strategy.name, program, findings, evaluate)
+            strategy = auto(config, configs.make_workload(config), cluster, calibration)
+        programs = compiled(config, strategy, cluster)
+        program = programs.program
+        more = []
+        if parsed.dry_run and world.rank == 0:
+            more = check_inputs(config, program.workload.workflow, runs=True)
+        elif not parsed.dry_run:
+            refuse_errors(strategy.name, programs.findings, programs.advice)
             check_program(world.computes, program)
-    programs = [program, *filter(None, [evaluation]), *(phase for _, phase in phases)]
-    compare_programs(world, strategy, programs)
+    compare_programs(world, strategy, programs.programs)
     if parsed.dry_run:
+        status = 0
         if world.rank == 0:
             stored = str(resumed.folder / "strategy.py") if resumed else ""
             named = strategy.name if strategy.comes_with_package or not resumed else stored
-            named = parsed.strategy or named
-            report(parsed, config, program, findings, evaluate, strategy.name, named, phases_note(phases))
+            status = report(parsed, config, programs, more, strategy.name, parsed.strategy or named)
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
-        return 1 if any(finding.severity == "error" for finding in findings) else 0
-    start_torch(world, config, programs)
+        return status
+    start_torch(world, config, programs.programs)
 
     from rlhf_spmd.runtime.run.recorded import Origin  # torch, which start_torch has prepared for
     from rlhf_spmd.runtime.run.train import train
@@ -100,8 +89,8 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
             note=code_note(parsed.file),
         ),
         summary=show_program(program, title=f"{strategy.name} on {cluster}, preset {config.preset}", rank=0),
-        evaluation=evaluation,
-        phases=phases,
+        evaluation=programs.evaluation,
+        phases=programs.phases,
         calibration=calibration,
         asked=asked,
         as_json=parsed.json,

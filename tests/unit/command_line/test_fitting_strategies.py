@@ -74,7 +74,7 @@ def test_7b_on_eight_devices_of_80_gb_is_refused_with_fitting_options(folder):
     assert cluster.device_bytes(0) == H100[1] and cluster.usable_bytes(0) == int(H100[1] * 0.94)
     program = load_strategy("flattening").compile(workload, cluster, {})
     with pytest.raises(UserError) as refused:
-        refuse_errors("flattening", program, memory(program))
+        refuse_errors("flattening", memory(program), advice(program))
     text = str(refused.value)
     assert "ranks 0-7 need" in text and "(79.2 GiB less 4.7 GiB" in text
     told = text.partition("These fit (--strategy auto plans the fastest): ")[2].split("; ")
@@ -86,7 +86,7 @@ def test_7b_on_eight_devices_of_80_gb_is_refused_with_fitting_options(folder):
         fitting = load_strategy(name).compile(configs.make_workload(again), cluster, again.strategy)
         assert again.strategy == chosen
         assert not any(finding.severity == "error" for finding in memory(fitting)), words
-        refuse_errors(name, fitting, memory(fitting))
+        refuse_errors(name, memory(fitting))
 
 
 def test_where_nothing_fits_that_is_said(folder):
