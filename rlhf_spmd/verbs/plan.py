@@ -6,7 +6,6 @@ Needs neither torch nor MPI. `train --strategy auto` plans by the same functions
 
 import argparse
 import gc
-import shlex
 import statistics
 import time
 from collections.abc import Sequence
@@ -30,7 +29,6 @@ from rlhf_spmd.command_line.words import read
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.output import print_json, table_width
-from rlhf_spmd.files.printing import command_lines
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.program.instructions import Program
@@ -62,9 +60,7 @@ def run(parsed: argparse.Namespace) -> int:
     print(plans_table(rows, misfits, calibration, table_width()))
     source = module_source(winner, config, calibration, _words(parsed))
     save(out, lambda path: path.write_text(source, encoding="utf-8"))
-    print(f"\nThe fastest, {winner.name}, is written to {out}; try it:")
-    words = ["python", "-m", "rlhf_spmd", "check", str(out), *_check_words(parsed, cluster), *parsed.overrides]
-    print(f"  {command_lines(list(map(shlex.quote, words)), table_width(), before=2)}")
+    print(f"\nThe fastest, {winner.name}, is written to {out}, which check, forecast and train --strategy take")
     if parsed.timeline:
         from rlhf_spmd.runtime.pictures.timeline import write_png
 
@@ -107,16 +103,6 @@ def _out(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path:
     out = Path(parsed.out or f"runs/plan-{config.preset}-{cluster}.py")
     refuse_existing(parsed, out, *([Path(parsed.timeline)] if parsed.timeline else []))
     return out
-
-
-def _check_words(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
-    """Returns the options of `check` that mean the same cluster, algorithm and models."""
-    words = ["--layout", str(cluster), "--device-type", cluster.nodes[0].device]
-    words = ["--cluster", parsed.cluster] if parsed.cluster else words
-    for name in ("config", "algorithm", "preset", "model"):
-        if value := getattr(parsed, name):
-            words += [f"--{name}", value]
-    return words
 
 
 # ---- --measure-top ---------------------------------------------------------------------------------------------------

@@ -89,14 +89,6 @@ def test_7b_on_eight_devices_of_80_gb_is_refused_with_fitting_options(folder):
         refuse_errors(name, memory(fitting))
 
 
-def test_where_nothing_fits_that_is_said(folder):
-    config = presets.load(None, ["reward_function=mine:score"], folder(SEVEN), on_gpu=True)
-    small = cluster_of(world_of(2, "NVIDIA GeForce RTX 4090", 25 * 10**9), None, "cpu")
-    assert small.device_types == ("nvidia-geforce-rtx-4090",)
-    program = load_strategy("flattening").compile(configs.make_workload(config), small, {})
-    assert advice(program).startswith("No shipped strategy fits these devices")
-
-
 # ---- words ----------------------------------------------------------------------------------------------------------
 
 

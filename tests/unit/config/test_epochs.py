@@ -10,7 +10,7 @@ from rlhf_spmd.__main__ import main
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.epochs import in_iterations
 from rlhf_spmd.config.file import read_config_file
-from rlhf_spmd.config.options import overridden, resolved
+from rlhf_spmd.config.options import overridden
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.checkpoint.resume import refuse_changes, refuse_fewer
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
@@ -79,12 +79,6 @@ def test_check_says_the_number_and_prints_a_file_that_can_be_given_back(tmp_path
     assert load(text=text, folder=tmp_path).data.epochs == 2
     assert main([*words[:-1], "data.epochs=2", "data.prompts=none.jsonl"]) == 2
     assert "none.jsonl does not exist" in capsys.readouterr().err
-
-
-def test_the_files_of_a_run_have_both(tmp_path):
-    config = in_iterations(load("data.epochs=2"), 300)
-    again = load(text=json.dumps(resolved(config)), name="config.json", folder=tmp_path)
-    assert again.data.epochs == 2
 
 
 def test_a_run_that_generates_counts_its_prompts(tmp_path):

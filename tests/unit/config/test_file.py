@@ -188,17 +188,6 @@ def test_a_bad_file(tmp_path, text, words):
     assert [word for word in words if word not in message] == [], message
 
 
-def test_all_mistakes_of_a_file_and_of_words_are_told_at_once(tmp_path):
-    message = refused(tmp_path, "seed: -1\nlayuot: 1x2\niterations: 3\n", "itertions=3", "wandb=x", "ppo.gamma=2")
-    assert [line.removeprefix(str(tmp_path)).partition(": ")[0] for line in message.split("\n")] == [
-        "/run.yaml, line 1",
-        "/run.yaml, line 2",
-        "unknown option 'itertions' (did you mean 'iterations'?)",
-        "ppo.gamma=2",
-    ]
-    assert "(did you mean 'layout'?)" in message
-
-
 def test_options_that_do_not_fit_each_other_and_files_that_are_not_there(tmp_path):
     with pytest.raises(UserError, match="mini_batch=7"):
         loaded(write(tmp_path, "mini_batch: 7\n"))

@@ -56,14 +56,6 @@ def test_a_workload_from_folders(folder):
     assert workload.num_sequences == 128 and workload.num_mini_batches == 4
 
 
-def test_a_reward_function_takes_the_reward_model_s_place_or_joins_it(folder):
-    function = ["reward_function=a:b"]
-    assert make_workload(load("smollm2", function, folder)).models["reward"] is None
-    assert weight_bytes(make_workload(load("smollm2", function, folder)), "reward") == 0
-    both = [*function, "reward_function_mode=add", f"models.reward={folder}"]
-    assert make_workload(load("smollm2", both, folder)).models["reward"].scalar_head
-
-
 def test_what_is_missing_is_named(folder):
     cases = [
         (load("smollm2"), ["preset smollm2", "--model FOLDER"]),

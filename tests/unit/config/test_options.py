@@ -77,13 +77,6 @@ def test_every_key_can_be_overridden():
         assert [name for name in before if after[name] != before[name]] == [key]
 
 
-def test_strategy_options_stay_text_until_place_says_their_types():
-    assert load("tiny", ["strategy.zero=1", "strategy.ratio=1/4"]).strategy == {"zero": "1", "ratio": "1/4"}
-    for override in ("strategy=flattening", "strategy.a.b=1"):
-        text = refused(override)
-        assert "strategy.NAME=value" in text and "--strategy" in text
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
     [

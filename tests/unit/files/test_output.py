@@ -62,14 +62,6 @@ def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
     assert (tmp_path / "data").read_bytes() == b"True\n"
 
 
-def test_an_error_is_written_whatever_became_of_the_streams():
-    for body in (
-        "sys.stdout = sys.stderr = None\n",
-        "sys.stdout = sys.stderr = open(os.devnull)\nsys.stdout.close()\n",
-    ):
-        assert run("", f"{body}output.flush()\noutput.say('end')") == (0, b"", "end\n")
-
-
 def test_what_an_encoding_lacks_is_escaped():
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     body = "print('\\xe9 \\u2603 \\ud83d \\x1b')\nprint('\\xe9', file=sys.stderr)\noutput.say('\\u2603')"

@@ -57,10 +57,6 @@ def test_ranks_print_lines_and_move_no_cursor(program):
     assert 1 <= len(lines) <= 4 and all(len(line) <= 60 for line in lines)
 
 
-def test_a_subcommand_shows_nothing_in_a_file(program):
-    assert on_terminal(["sh", "-c", f"{' '.join(program)} alone | cat"], 60) == "a row\nthe end\n"
-
-
 def test_durations_have_six_places():
     found = [progress.duration(seconds) for seconds in (0, 99, 100, 5940, 6000, 172800, 8e7, 1e12)]
     assert found == ["0 s", "99 s", "2 min", "99 min", "1.7 h", "2 d", "926 d", "years"]

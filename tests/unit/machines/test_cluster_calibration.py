@@ -1,11 +1,9 @@
 """The share of a device's memory that no program may fill: where it comes from, what it refuses, where it is shown."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd.__main__ import main
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.machines.calibration_file import load_calibration, with_reserve
@@ -47,15 +45,3 @@ def test_what_fills_a_device_is_refused():
     refused = strategy.compile(workload, Cluster((Node(2, "cpu", need),)), {})
     assert memory(full) == [] and full.fingerprint == refused.fingerprint
     assert "reserved" in memory(refused)[0].message
-
-
-def test_check_shows_it_and_an_option_changes_it(capsys):
-    words = ["check", "flattening", "--preset", "llama-7b", "--layout", "1x8", "strategy.zero=3"]
-    assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert "reserve  device" in shown and "4.8 GiB  80.0 GiB" in shown
-    assert main([*words, "reserve=0.4"]) == 1
-    *text, last = capsys.readouterr().out.splitlines()
-    assert any("80.0 GiB less 32.0 GiB" in line for line in text)
-    assert json.loads(last)["errors"] == 1
-    assert main([*words, "reserve=1"]) == 2

@@ -182,15 +182,6 @@ def test_defaults_of_verl_depend_on_its_other_options():
     assert steps.options["iterations"] == "7" and "data.epochs" not in {*steps.options, *steps.later}
 
 
-def test_reward_functions_of_modules_are_options():
-    found = of_words("trl", "grpo --reward_funcs mine.rewards.right mine.brief").options
-    assert found["reward_function"] == "mine.rewards:right,mine:brief"
-
-
-def test_another_algorithm_may_be_named():
-    assert options_of("trl_grpo.yaml", algorithm="rloo")["rloo.kl_coef"] == "0.01"
-
-
 def test_files_and_folders_that_are_here_are_options(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()

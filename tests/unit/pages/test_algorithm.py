@@ -9,8 +9,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.algorithms import page, ppo, surrogates
-from rlhf_spmd.algorithms.controllers import RunningMoments
+from rlhf_spmd.algorithms import page, surrogates
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
@@ -97,14 +96,6 @@ def test_the_verb_lists_them(capsys):
 # ---- what functions get ---------------------------------------------------------------------------------------------
 
 
-def test_numbers_are_options_and_the_state():
-    algorithm, moments = load_algorithm("ppo"), RunningMoments(2.0, 1.0, 3.0)
-    found = algorithm.numbers(ppo.Options(kl_coef=0.1, gamma=0.5), ppo.State(0.7, moments))
-    assert found["kl_coef"] == 0.7  # as it is now, not as it was at the start
-    assert found["gamma"] == 0.5 and found["epochs"] == 4 and found["score_moments"] is moments
-    assert algorithm.numbers(ppo.Options(), None)["kl_coef"] == 0.05
-
-
 def test_arguments_are_bound_by_name():
     def function(scores_B, mask, *, scale, eps=1e-8):
         """Returns a function of four things."""
@@ -117,15 +108,6 @@ def test_arguments_are_bound_by_name():
 
 
 # ---- a page of a user -----------------------------------------------------------------------------------------------
-
-
-def test_a_page_of_a_file(tmp_path):
-    path = write_page(tmp_path)
-    algorithm = checked(path, sign="down")
-    assert (algorithm.name, algorithm.title, algorithm.from_file) == ("mine", "REINFORCE", True)
-    assert algorithm.source == path.read_text(encoding="utf-8") and not algorithm.has_state
-    assert algorithm.trained_roles == ("policy",) and set(algorithm.data) == {"prompts"}
-    assert not list(tmp_path.glob("__pycache__"))
 
 
 @pytest.mark.parametrize("name", ["data", "optimizer", "models", "strategy", "iterations"])

@@ -80,12 +80,6 @@ def test_texts_that_are_refused(annotation):
         assert message.startswith("k") and words in message and len(message) < 600, (text, message)
 
 
-def test_values_that_are_no_text_are_checked_too():
-    assert parse_value(int, 3, "k") == 3 and parse_value(list[float], (1, 2), "k") == [1.0, 2.0]
-    with pytest.raises(UserError, match=r"^k=\['x'\]: .*number"):
-        parse_value(list[float], ["x"], "k")
-
-
 def test_a_type_that_no_text_can_give():
     with pytest.raises(UserError, match="strategy.net cannot be set from text.*Module"):
         parse_value(torch.nn.Module, "x", "strategy.net")

@@ -78,15 +78,6 @@ def test_a_loss_needs_no_sums(tmp_path):
     assert "surrogate" not in run.iteration()
 
 
-def test_the_sign_of_a_page_s_option_reaches_its_function(tmp_path):
-    overrides = write_all(tmp_path, eos_token_ids=(1, 2, 3))
-    losses_of = {}
-    for sign in ("up", "down"):
-        run = run_of(write_page(tmp_path), overrides, f"mine.sign={sign}")
-        losses_of[sign] = run.iteration()["return"]
-    assert losses_of["up"] == -losses_of["down"] != 0
-
-
 def test_a_page_without_a_rule_for_truncated_responses_may_have_no_end(tmp_path):
     """It takes responses as they come; that of PPO is refused where it would call each of them truncated."""
     overrides = write_all(tmp_path, eos_token_ids=())

@@ -67,12 +67,6 @@ def test_strategies_get_the_options_that_they_have():
     assert {program.placement.layouts["actor_train"].zero for program in programs.values()} == {1}
 
 
-def test_what_does_not_fit_is_drawn_and_said(capsys, tmp_path):
-    words = ("flattening", "--preset", "llama-13b", "--layout", "1x2", "--device-type", "a100-80g")
-    assert main(["draw", *words, "--out", str(tmp_path / "a.png")]) == 0
-    assert "does not fit: a device lacks" in capsys.readouterr().out
-
-
 def test_names_may_stand_among_options():
     parsed = parse(["draw", "flattening", "a=1", "--out", "x.png", "b=2", "dir/mine.py"])
     assert parsed.strategies == ["flattening", "dir/mine.py"] and parsed.overrides == ["a=1", "b=2"]

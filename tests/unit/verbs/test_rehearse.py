@@ -58,12 +58,6 @@ def test_faults_that_name_nothing(given, words, program):
     assert all(word in str(error.value) for word in words)
 
 
-def test_a_layout_without_room_is_refused_before_it_is_compiled(capsys, monkeypatch):
-    monkeypatch.setattr(rehearse, "compile_all", None)
-    assert main(["rehearse", "flattening", "--layout", "512x8", "--calibration", "a100-80g"]) == 2
-    assert "4096 ranks need" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -149,13 +149,6 @@ def test_files_that_are_cut_or_no_json(broken, stages, tmp_path):
     Tags(written(tmp_path, stages))
 
 
-def test_an_algorithm_that_can_no_longer_be_read(tmp_path):
-    run = write_run(tmp_path / "own", "gone.py", models="?", data=3)
-    write_lines(run / "metrics.jsonl", [{"iteration": 0, "mine": 1.0}])
-    words = " ".join(Tags(written(tmp_path, [run])).words)
-    assert "own: gone.py" in words and "mine" in words
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
