@@ -21,7 +21,7 @@ from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.memory_check import memory
-from rlhf_spmd.plan.search.planner import SEPARATION_AHEAD, SearchResult, name_of, search
+from rlhf_spmd.plan.search.planner import SEPARATION_AHEAD, SearchResult, search
 from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
@@ -30,7 +30,6 @@ TIGHT = "generation decodes fewer sequences at a time"  # the warning of memory_
 KEEP = 20  # plans that are simulated
 AUTO_BUDGET = 400_000  # steps of the exact search of `auto`, which each rank makes; without a proof, two_phase follows
 AHEAD = {"0": (0,), "1": (1,), "auto": (0, 1)}  # plan --ahead
-NEAR = 1.15  # forecasts err by about 15%, so rows within this factor of the fastest forecast may be faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +107,12 @@ def searched(
     return result
 
 
-def kind_of(row: Alternative) -> str:
-    """Returns the strategy that a row resembles."""
-    return name_of(row.program.placement, row.program.workload, row.program.cluster)
-
-
 def ranked(rows: Iterable[Alternative]) -> Iterator[Alternative]:
     """Yields the rows that `check` has no error about, fastest first; those that it warns about for want of memory
     come after all others."""
     for row in sorted(rows, key=lambda row: (bool(memory(row.program)), row.forecast.makespan_s)):
         if all(finding.severity != "error" for finding in check_both(row.program, row.evaluation)):
             yield row
-
-
-def most_promising(rows: Iterable[Alternative], number: int) -> list[Alternative]:
-    """Returns the rows that are worth measuring: of those that are forecast to take at most NEAR times the seconds of
-    the fastest, the best of each kind of placement (name_of()), because placements of a kind differ less than their
-    forecasts err. Then the next ones."""
-    order = list(ranked(rows))
-    near = [row for row in order if row.forecast.makespan_s <= NEAR * order[0].forecast.makespan_s]
-    best = {kind_of(row): row for row in reversed(near)}
-    return sorted(order, key=lambda row: best.get(kind_of(row)) is not row)[:number]
 
 
 def fastest(rows: Iterable[Alternative], cluster: Cluster) -> Alternative:

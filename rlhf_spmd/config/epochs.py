@@ -16,16 +16,11 @@ def in_iterations(config: Config, num_rows: int, num_steps: Callable[[Fraction],
     """
     if not config.data.epochs:
         return config
-    num_read_rows = num_read(config, num_rows)
-    num = num_read_rows / config.rollout_batch
+    rows = Fraction(repr(config.data.epochs)) * num_rows
+    num = rows / config.rollout_batch
     if num_steps is not None:
-        num = Fraction(num_steps(num_read_rows), config.rollout_batch // config.mini_batch)
+        num = Fraction(num_steps(rows), config.rollout_batch // config.mini_batch)
     return replace(config, iterations=max(1, math.ceil(num)))
-
-
-def num_read(config: Config, num_rows: int) -> Fraction:
-    """Returns the rows that data.epochs asks for."""
-    return Fraction(repr(config.data.epochs)) * num_rows
 
 
 def length_of(config: Config, num_rows: int, *, at_most: bool = False) -> str:
@@ -36,7 +31,5 @@ def length_of(config: Config, num_rows: int, *, at_most: bool = False) -> str:
     passes = f"{config.data.epochs:g} epochs of {num_rows:,} rows"
     if config.mini_batch_tokens:
         return f"{passes} in steps of at most {config.mini_batch_tokens:,} tokens"
-    made, limit = in_iterations(config, num_rows).iterations, "at most " if at_most else ""
-    more = math.floor(made * config.rollout_batch - num_read(config, num_rows))
-    filled = f", the last one filled up with {more} more rows" if more else ""
-    return f"{passes}: {limit}{made:,} iterations of {config.rollout_batch}{filled}"
+    iterations = in_iterations(config, num_rows).iterations
+    return f"{passes}: {'at most ' * at_most}{iterations:,} iterations of {config.rollout_batch}"

@@ -263,20 +263,23 @@ class Config(OptionTree):
         return self.algorithm.name if field == "options" else field
 
     def __post_init__(self) -> None:
-        roles, name = self.algorithm.roles, self.algorithm.name
-        if name in {part.name for part in dataclasses.fields(self)}:
-            raise UserError(f"algorithm {name}: {name} is an option of every run; give the file another name")
-        usual = {role: lr for role in self.algorithm.trained_roles if (lr := roles[role].lr) is not None}
-        rates = {role: self.optimizer.lr.get(role, lr) for role, lr in usual.items()}
-        if self.options is DEFAULTS:
-            object.__setattr__(self, "options", self.algorithm.options())
-        if self.environment and hasattr(self.options, OLD):  # bits of the sampler's depend on how fast answers come
-            old = getattr(self.options, OLD).replace("generator", "recompute")
-            object.__setattr__(self, "options", dataclasses.replace(self.options, **{OLD: old}))
-        object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
-        object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))
-        of_roles = {role: self.lora.roles.get(role, RoleLora()) for role in usual}
-        object.__setattr__(self, "lora", dataclasses.replace(self.lora, roles=of_roles))
+        page = self.algorithm
+        if page.name in {part.name for part in dataclasses.fields(self)}:
+            raise UserError(f"algorithm {page.name}: this is an option of every run; give the file another name")
+        options = page.options() if self.options is DEFAULTS else self.options
+        if self.environment and hasattr(options, OLD):  # bits of the sampler's depend on how fast answers come
+            old = getattr(options, OLD).replace("generator", "recompute")
+            options = dataclasses.replace(options, **{OLD: old})
+        rates: dict[str, Any] = {role: self.optimizer.lr.get(role, page.roles[role].lr) for role in page.trained_roles}
+        adapters = {role: self.lora.roles.get(role, RoleLora()) for role in page.trained_roles}
+        values = {
+            "options": options,
+            "models": {role: self.models.get(role, "") for role in page.roles},
+            "optimizer": dataclasses.replace(self.optimizer, lr=rates),
+            "lora": dataclasses.replace(self.lora, roles=adapters),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def main_role(self) -> str:

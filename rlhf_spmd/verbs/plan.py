@@ -20,9 +20,9 @@ from rlhf_spmd.command_line.plans import (
     Alternative,
     fastest,
     module_source,
-    most_promising,
     planned,
     plans_table,
+    ranked,
     strategy_of,
 )
 from rlhf_spmd.command_line.words import read
@@ -125,7 +125,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
         out, workload = _out(parsed, config, cluster), make_workload(config)
         if world.rank == 0:
             rows, misfits, result = planned(config, workload, cluster, calibration, **_search_options(parsed))
-            best = most_promising(_eligible(rows, parsed), parsed.measure_top)
+            best = list(ranked(_eligible(rows, parsed)))[: parsed.measure_top]
             sources = {row.name: module_source(row, config, calibration, _words(parsed)) for row in best}
             shown = [*rows[: parsed.top], *rows[len(result.plans) :], *best]
             rows = [row for row in rows if row in shown]

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_spmd.command_line.fitting_strategies import Fit, first_fit
-from rlhf_spmd.command_line.plans import alternatives, auto, fastest, kind_of
+from rlhf_spmd.command_line.plans import alternatives, auto, fastest
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
@@ -51,7 +51,6 @@ def test_separation_one_iteration_ahead_stands_beside_the_others():
     plans = [row for row in rows if row.name.startswith("plan ")]
     assert {row.program.placement.ahead for row in plans} == {0, 1}  # the best of both, whatever `top` is
     (ahead,) = [row for row in plans if row.program.placement.ahead]
-    assert kind_of(ahead) == SEPARATION_AHEAD
     assert SEPARATION_AHEAD in {row.name for row in rows}
 
 
