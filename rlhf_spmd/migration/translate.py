@@ -236,4 +236,4 @@ def shape_near(name: str) -> str:
         family = re.split(r"[\d-]", preset)[0]
         return abs(float(BILLIONS.findall(preset)[-1]) - float(sizes[-1])), family not in name.lower()
 
-    return min(SHAPES, key=distance) if sizes else ""
+    return min(filter(BILLIONS.search, SHAPES), key=distance) if sizes else ""
