@@ -47,7 +47,7 @@ def anything(call: ModelCall, layout: Layout, cluster: Cluster) -> bool:
 Destination = tuple[int, int, int, int]  # of weights: first and last + 1 place of the mesh, stages, slices
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Candidate:
     """A call in a layout. Bytes are those of the rank that needs the most of each kind, seconds those of one iteration.
 
