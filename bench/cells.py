@@ -50,7 +50,7 @@ class Cells(Formatter):
         for sign in (" / ", " + "):
             if sign in field:
                 first, second = (self.value(part, row) for part in field.split(sign, 1))
-                if first is None or second is None:
+                if first is None or second is None or (sign == " / " and not second):
                     return None
                 return first / second if sign == " / " else first + second
         try:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.runtime.profile.machine import processor
 from rlhf_spmd.runtime.records.software import commit, version_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -71,25 +72,18 @@ def written(name: str, folder: Path | None = None) -> Path:
 
 def rows_so_far(name: str, folder: Path | None = None) -> list[dict]:
     """Returns the rows that are there."""
-    path = written(name, folder)
-    return read_rows(path) if path.exists() else []
+    return rows_at(written(name, folder))
 
 
 def provenance() -> dict:
     """Says where and with what a row was measured."""
-    models = [line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")]
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(REPOSITORY, (".", ":!bench/results")) or None,
-        "hardware": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores",
+        "hardware": f"{processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "versions": {name: version_of(name) for name in PACKAGES},
     }
-
-
-def _cpu_info() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def write(name: str, rows: list[dict], folder: Path | None = None) -> Path:
@@ -108,6 +102,11 @@ def write(name: str, rows: list[dict], folder: Path | None = None) -> Path:
 def read_rows(path: Path) -> list[dict]:
     """Reads the rows of a file of results."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def rows_at(path: Path) -> list[dict]:
+    """Reads the rows of a file; none, if it does not exist."""
+    return read_rows(path) if path.exists() else []
 
 
 def clean_rows(name: str) -> list[dict]:
@@ -162,7 +161,7 @@ def fill(
 
 def on_ranks(num_ranks: int, arguments: Sequence[str], *, limit_s: float = 1800.0, package: str = "bench") -> None:
     """Starts `python -m PACKAGE ARGUMENTS` on so many ranks of this machine. Raises if it fails."""
-    subprocess.run([*_on(num_ranks), package, *arguments], cwd=REPOSITORY, timeout=limit_s, check=True)
+    subprocess.run([*on(num_ranks), package, *arguments], cwd=REPOSITORY, timeout=limit_s, check=True)
 
 
 def rows_of_ranks(bench: str, num_ranks: int, arguments: Sequence[str] = ()) -> list[dict]:
@@ -204,7 +203,7 @@ def run(
     within: the module that runs it, with its arguments.
     """
     told = {"capture_output": True, "text": True, "timeout": limit_s}
-    command = [*_on(num_ranks), *within, *words]
+    command = [*on(num_ranks), *within, *words]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, check=False, **told)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
@@ -217,5 +216,10 @@ def train(num_ranks: int, options: Sequence[str], *, limit_s: float = 900.0, **m
     return result, read_rows(Path(result["run_dir"]) / "metrics.jsonl")
 
 
-def _on(num_ranks: int) -> list[str]:
-    return [str(Path(sys.executable).with_name("mpirun")), "-n", str(num_ranks), sys.executable, "-m"]
+def on(num_ranks: int, launcher: str | None = None) -> list[str]:
+    """Returns the words that start a module on ranks.
+
+    launcher: words instead of mpirun with its number of ranks.
+    """
+    mpirun = [str(Path(sys.executable).with_name("mpirun")), "-n", str(num_ranks)]
+    return [*(launcher.split() if launcher else mpirun), sys.executable, "-m"]

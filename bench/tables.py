@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.columns import COLUMNS, JOINED, Columns, Rows, quoted, table
+from bench.columns import COLUMNS, JOINED, JOINS, Columns, Rows, joined, quoted, table
 from bench.rows import REPOSITORY, Arguments
 
 PAGES = tuple(REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/recipes.md"))
@@ -54,15 +54,13 @@ def quote(entry: dict[str, Any]) -> dict[str, Any]:
 
 def about(rows: Rows) -> str:
     """Says when, at which commits and on which machines rows were measured."""
-    machines: dict[tuple[str, str], list[dict]] = {}
+    machines: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in rows:
         versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
-        machines.setdefault((row["hardware"], versions), []).append(row)
+        machines.setdefault((row["date"], row["hardware"], versions), {})[row["commit"]] = None
     texts = []
-    for (hardware, versions), measured in machines.items():
-        dates, commits = (list(dict.fromkeys(row[name] for row in measured)) for name in ("date", "commit"))
-        of = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
-        texts.append(f"{', '.join(dates)}, {of}, {hardware}, {versions}")
+    for (date, hardware, versions), commits in machines.items():
+        texts.append(f"{date}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}, {hardware}, {versions}")
     return "; ".join(texts) + "."
 
 
@@ -85,7 +83,9 @@ def ended(bench: str, rows: Sequence[dict], *, ok: bool | None = None, **told: A
 
 def text_table(name: str, rows: Sequence[dict]) -> str:
     """Formats the rows for a terminal, in columns; the first and the last ones start at the left."""
-    columns = COLUMNS.get(name) or JOINED[name]
+    columns = COLUMNS.get(name)
+    if columns is None:
+        columns, rows = JOINED[name], joined(rows, **{"by": ()} | JOINS.get(name, {}))
     cells = [list(columns), *([cell(row).replace("`", "") for cell in columns.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     last = len(widths) - 1

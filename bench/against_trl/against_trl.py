@@ -29,6 +29,7 @@ from bench.against_trl import equality, steps
 from bench.against_trl.cases import GIVEN_LOSSES, LOSSES, Case
 from bench.against_trl.work import ADAPTED, WORKS, Work
 from bench.rows import REPOSITORY, Arguments, keep, provenance
+from bench.tables import text_table
 
 KEYS = ("model", "case", "precision", "work", "peer")  # what tells rows of a part apart
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2-135m"
@@ -92,6 +93,7 @@ def main(arguments: list[str]) -> int:
         about["versions"] |= versions_of_peer()
         rows = [{"bench": "against-trl", "part": name} | row | about for row in rows]
         keep(part.file, rows, KEYS, lambda row, names=[*part.cases]: names.index(row["case"]) if names else 0)
+        print(text_table(part.file, rows), flush=True)
         ok &= all(row["ok"] for row in rows)
     print(json.dumps({"bench": "against-trl", "ok": ok}))
     return 0 if ok else 1

@@ -144,7 +144,6 @@ def compared_step(setting: Setting, case: Case, mine: ours.Taken, out: Path, pre
     row["tolerance"] = TOLERANCE if precision == "float64" else case.casts_tolerance
     row["ok"] = max(row[name] for name in ERRORS) <= row["tolerance"]
     row["ok"] &= same_reading(row) if case.rows else both_clips(row)
-    print(show(row), flush=True)
     return row
 
 
@@ -232,9 +231,3 @@ def _tensor_errors(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, T
         name: ((mine[name].double() - x.double()).norm() / x.double().norm().clamp(min=1e-300)).item()
         for name, x in named.items()
     }
-
-
-def show(row: Mapping) -> str:
-    numbers = ", ".join(f"{name.removesuffix('_error')} {row[name]:.1e}" for name in row if name.endswith("_error"))
-    verdict = "" if row["ok"] else f"  NOT within {row['tolerance']:g}, or other tokens, or a clip does nothing"
-    return f"{row['model']}, {row['case']}, {row['precision']}: {numbers} ({row['worst']}){verdict}"

@@ -186,7 +186,7 @@ def grpo_row(lengths: str, peer: str, rounds: Sequence[Mapping], flops: float) -
         row |= {f"{who}_{name}": statistics.median(one[program][key] for one in rounds) for name, key in keys.items()}
     row |= against_floor(rounds, peer, flops, {who: row[f"{who}_s"] for who in ("ours", "peer")})
     row |= {"promised": LEAST[lengths][peer], "ok": row["ratio"] >= LEAST[lengths][peer]}
-    return told(row, f"{lengths}: {row['ratio']:.2f} times as fast as {peer}")
+    return row
 
 
 # ---- given responses ------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def given_row(of: Work, model: Path, rounds: Sequence[Mapping]) -> dict:
     step_s = {name: row[f"{name}_step_s"] for name in ("ours", "peer")}
     row |= against_floor(rounds, "peer", given_flops(of, model, lengths), step_s)
     row |= {"promised": of.promised, "ok": row["ratio"] >= of.promised}
-    return told(row, f"{of.name}: {row['ratio']:.2f} times as fast as TRL")
+    return row
 
 
 def adapted_row(of: Work, rounds: Sequence[Mapping]) -> dict:
@@ -245,7 +245,7 @@ def adapted_row(of: Work, rounds: Sequence[Mapping]) -> dict:
     row |= {"memory_share": row["ours_peak_bytes"] / row["full_peak_bytes"], "promised": MEMORY}
     smaller = row["memory_share"] <= MEMORY and row["ours_peak_bytes"] < row["peer_peak_bytes"]
     row["ok"] = smaller and row["ratio"] > 1
-    return told(row, f"{of.name}: {row['memory_share']:.2f} of the memory of all weights")
+    return row
 
 
 def lengths_of(of: Work, model: Path) -> list[tuple[int, int]]:
@@ -266,11 +266,3 @@ def given_flops(of: Work, model: Path, lengths: Sequence[tuple[int, int]]) -> fl
     layers = sum(shape.num_layers * layer_flops(shape, sum(both), sum(both) / 2) for both in lengths)
     logits = 0 if of.page == "reward_model" else head_flops(shape, sum(response for _, response in lengths))
     return (4 if of.page == "dpo" else 3) * (layers + logits)
-
-
-def told(row: dict, what: str) -> dict:
-    """Prints a row and returns it."""
-    verdict = "" if row["ok"] else f"  NOT AS PROMISED ({row['promised']:g})"
-    numbers = (f"{name} {value:.2f}" for name, value in row.items() if name.endswith("_s") or name.endswith("share"))
-    print(f"{what}{verdict}\n  {', '.join(numbers)}", flush=True)
-    return row

@@ -13,7 +13,6 @@ the same constants; of them, what counts is which runs are faster than which.
 Cost: five minutes, most of it the planner's. Command: python -m bench validate
 """
 
-import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -33,7 +32,7 @@ from bench.forecast.validate_rows import (
 )
 from bench.forecast.validate_systems import fastest
 from bench.rows import Arguments, write
-from bench.tables import text_table
+from bench.tables import ended
 from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
@@ -114,15 +113,12 @@ def summary(results: Sequence[dict]) -> dict:
     for name, (mean, worst) in PROMISED.items():
         if name in systems:
             ok &= systems[name]["mean_abs_error"] <= mean and systems[name]["worst_abs_error"] <= worst
-    return {"bench": "validate", "systems": systems, "spearman": found, "spearman_of_ratios": ratios, "ok": bool(ok)}
+    return {"systems": systems, "spearman": found, "spearman_of_ratios": ratios, "ok": bool(ok)}
 
 
 def main(arguments: list[str]) -> int:
     Arguments("validate", __doc__).parse_args(arguments)
     calibration, rows = read_calibration(str(DATA / "real_v1.json")), read_rows()
     results = [judged(row, calibration, rows) for row in tqdm(rows, unit="row", leave=False)]
-    print(text_table("validate", results))
     write("validate", results)
-    result = summary(results)
-    print(json.dumps(result))
-    return 0 if result["ok"] else 1
+    return ended("validate", results, **summary(results))

@@ -10,7 +10,6 @@ they come: an interrupted bench goes on where it was.
 Command: python -m bench adapters [TASK ...] [--seeds 0,1,2,3,4]
 """
 
-import json
 import os
 import tempfile
 from itertools import product
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import mean
 
 from bench.rows import Arguments, fill, read_rows, train
+from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.plan.program.tensors import trained_weights_of, weights_of
@@ -76,6 +76,4 @@ def main(arguments: list[str]) -> int:
     tasks = parsed.tasks or list(TASKS)
     keys = product(tasks, map(int, parsed.seeds.split(",")), RANKS)
     rows = fill("adapters", [{"task": t, "rank": rank, "seed": s} for t, s, rank in keys], measured, finish=judged)
-    found = [row for row in rows if row["task"] in tasks]
-    print(json.dumps({"bench": "adapters", "runs": len(found), "ok": all(row["ok"] for row in found)}))
-    return 0 if all(row["ok"] for row in found) else 1
+    return ended("adapters", [row for row in rows if row["task"] in tasks])

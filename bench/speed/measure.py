@@ -14,15 +14,13 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from bench.rows import RESULTS, provenance, read_rows
+from bench.rows import RESULTS, Arguments, on, provenance, read_rows, rows_at
 from bench.tables import ended
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.config.presets import load
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 
 SIZES = ("llama-7b", "llama-13b", "llama-33b", "llama-65b")  # APP's
@@ -33,7 +31,7 @@ KEY = ("algorithm", "preset", "layout", "strategy", "overrides")  # of a cell
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench measure", description=__doc__)
+    parser = Arguments("measure", __doc__, writes=False)
     parser.add_argument("--layout", default="1x8", metavar="NxG", help="nodes x devices (default: 1x8)")
     parser.add_argument("--preset", nargs="+", default=SIZES, help="sizes of models (default: APP's four)")
     parser.add_argument("--strategy", nargs="+", default=STRATEGIES, help="strategies (default: all but heterogeneous)")
@@ -46,21 +44,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/measure/rows.jsonl"), help="file of rows, added to")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of all cells")
     parsed = parser.parse_args(arguments)
-    try:
-        Cluster.parse(parsed.layout)
-        loaded = {preset: load(preset, parsed.overrides, algorithm=parsed.algorithm) for preset in parsed.preset}
-    except UserError as error:
-        parser.error(str(error))
+    Cluster.parse(parsed.layout)
+    loaded = {preset: load(preset, parsed.overrides, algorithm=parsed.algorithm) for preset in parsed.preset}
     parsed.out.parent.mkdir(parents=True, exist_ok=True)
     for preset, config in loaded.items():
         for strategy in parsed.strategy:
             cell = dict(zip(KEY, (parsed.algorithm, preset, parsed.layout, strategy, parsed.overrides), strict=True))
-            if not any(cell.items() <= row.items() for row in _rows(parsed.out)):
+            if not any(cell.items() <= row.items() for row in rows_at(parsed.out)):
                 row = {"bench": "measure"} | cell | measure(cell, config, parsed) | provenance()
                 with parsed.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
                 print(f"{preset}, {strategy}: {row['why_not'] or format(row['iteration_s'], '.2f') + ' s'}", flush=True)
-    rows = [row for row in _rows(parsed.out) if row["layout"] == parsed.layout]
+    rows = [row for row in rows_at(parsed.out) if row["layout"] == parsed.layout]
     return ended("measure", rows, ok=any(not row["why_not"] for row in rows), out=str(parsed.out))
 
 
@@ -80,8 +75,8 @@ def measure(cell: dict[str, Any], config: Config, parsed: argparse.Namespace) ->
         *(f"iterations={parsed.warmup + parsed.iterations}", "checkpoint.every=0", "num_samples=0"),
         *cell["overrides"],
     ]
-    launcher = parsed.launcher.split() if parsed.launcher else _mpirun(Cluster.parse(cell["layout"]).num_devices)
-    command = [*launcher, sys.executable, "-m", "rlhf_spmd", "train", *words]
+    ranks = on(Cluster.parse(cell["layout"]).num_devices, parsed.launcher)
+    command = [*ranks, "rlhf_spmd", "train", *words]
     nothing = {"options": options, "why_not": "", "out_of_memory": False, "samples_per_s": None, "iteration_s": None}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=parsed.limit, check=False)
@@ -112,11 +107,3 @@ def chosen_options(cell: dict[str, Any]) -> dict[str, Any]:
     place = {name: cell[name] for name in ("algorithm", "preset", "layout", "strategy")}
     rows = [row for row in read_rows(RESULTS / "scan.jsonl") if place.items() <= row.items() and not row["why_not"]]
     return rows[0]["options"] if rows and not cell["overrides"] else {}
-
-
-def _rows(path: Path) -> list[dict]:
-    return read_rows(path) if path.exists() else []
-
-
-def _mpirun(num_ranks: int) -> list[str]:
-    return [str(Path(sys.executable).with_name("mpirun")), "-n", str(num_ranks)]

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from bench.columns import paired
-from bench.numbers.lag import CORRECTIONS, LAGS, PAGES
+from bench.numbers.lag import CORRECTIONS, LAGS, PAGES, paired
 from rlhf_spmd.runtime.pictures.palette import FAINT_INK, RULE, RUNS, Style
 from rlhf_spmd.runtime.pictures.picture import MARGIN, TEXT, WIDTH, Area, Picture
 from tools.pictures.plots import plain
