@@ -15,7 +15,7 @@ from typing import Any
 from bench.columns import COLUMNS, JOINED, JOINS, Columns, Rows, joined, quoted, table
 from bench.rows import REPOSITORY, Arguments
 
-PAGES = tuple(REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/recipes.md"))
+PAGES = tuple(REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/recipes.md", "docs/papers.md"))
 LEFT = 3  # columns of a table in a terminal that start at the left: names
 BLOCK = re.compile(r"<!-- rows: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 JOIN = ("file", "where", "by", "across")  # of a quote: the rows that its format strings are about
