@@ -31,6 +31,8 @@ class Options:
     clip_score: float | None = None
     score_mean: float = 0.0
     score_std: float = 1.0
+    value_mean: float = 0.0
+    value_std: float = 1.0
     whiten: str = "mini_batch"  # or "batch"
     clip_ratio: float = 0.2
     importance_weights: str = "none"  # or "token" or "sequence"
@@ -165,9 +167,9 @@ def advantages(rollout: Rollout, o: Options) -> list[float]:
     reward = rewards(rollout, o)
 
     def v(t: int) -> float:
-        if t < num:
-            return rollout.values[t]
-        return rollout.values[num] if goes_on else 0.0
+        if t < num or goes_on:
+            return rollout.values[t] * o.value_std + o.value_mean
+        return 0.0
 
     def delta(t: int) -> float:
         return reward[t] + o.gamma * v(t + 1) - v(t)
@@ -261,7 +263,10 @@ def train(
     actor_optimizer = actor_optimizer or AdamW(options.actor_lr, options)
     critic_optimizer = critic_optimizer or AdamW(options.critic_lr, options)
     advantage = [advantages(rollout, options) for rollout in rollouts]
-    target = [[a + v for a, v in zip(advantage[i], rollouts[i].values, strict=False)] for i in range(len(rollouts))]
+    target = [
+        [a / options.value_std + v for a, v in zip(advantage[i], rollouts[i].values, strict=False)]
+        for i in range(len(rollouts))
+    ]
     if options.whiten == "batch":
         advantage = whitened(advantage)
     steps = []

@@ -129,15 +129,20 @@ def estimate_advantages(
     *,
     kl_coef: float,
     score_moments: RunningMoments,
+    value_moments: RunningMoments,
     gamma: float,
     lam: float,
     truncation: Literal["penalty", "bootstrap", "score"],
     truncation_penalty: float,
     clip_score: float | None,
     normalize_scores: bool,
+    normalize_values: bool,
 ) -> tuple[Tensor, Tensor, Sums]:
-    """Computes rewards (scores minus the KL penalty of every token), then GAE: advantages_BG, returns_BG and sums. The
-    sum used_score is over the responses with a meaningful score, for `score_moments`."""
+    """Computes rewards (scores minus the KL penalty of every token), then GAE: advantages_BG, returns_BG and sums.
+
+    With normalize_values, values and the returned returns are those less the mean of `value_moments`, divided by their
+    standard deviation. The sum used_score is over the responses with a meaningful score, for `score_moments`.
+    """
     shaped_B = shaped_scores(
         scores_B,
         ended_B,
@@ -150,24 +155,26 @@ def estimate_advantages(
     kl_BG = token_kl(logprobs_BG, ref_logprobs_BG, mask_BG)
     rewards_BG = token_rewards(shaped_B, kl_BG, mask_BG, kl_coef)
     bootstrap_B = ~ended_B if truncation == "bootstrap" else None
+    mean, std = (value_moments.mean, value_moments.std) if normalize_values else (0.0, 1.0)
+    values_BG1 = values_BG1 * std + mean
     advantages_BG, returns_BG = gae(rewards_BG, values_BG1, mask_BG, gamma=gamma, lam=lam, bootstrap_B=bootstrap_B)
     used_B = scores_B.double()[torch.ones_like(ended_B) if truncation == "score" else ended_B]
     num_rows, num_tokens = len(scores_B), mask_BG.sum()
     wide_B, kl = shaped_B.double(), kl_BG.double().sum()
-    return (
-        advantages_BG,
-        returns_BG,
-        {
-            "reward": (wide_B.sum(), num_rows),
-            "reward_sq": (wide_B.square().sum(), num_rows),
-            "kl": (kl, num_rows),
-            "kl_per_token": (kl, num_tokens),
-            "return": (returns_BG.double().sum(), num_tokens),
-            "value": (torch.where(mask_BG, values_BG1[:, :-1], 0.0).double().sum(), num_tokens),
-            "used_score": (used_B.sum(), len(used_B)),
-            "used_score_sq": (used_B.square().sum(), len(used_B)),
-        },
-    )
+    sums = {
+        "reward": (wide_B.sum(), num_rows),
+        "reward_sq": (wide_B.square().sum(), num_rows),
+        "kl": (kl, num_rows),
+        "kl_per_token": (kl, num_tokens),
+        "return": (returns_BG.double().sum(), num_tokens),
+        "value": (torch.where(mask_BG, values_BG1[:, :-1], 0.0).double().sum(), num_tokens),
+        "used_score": (used_B.sum(), len(used_B)),
+        "used_score_sq": (used_B.square().sum(), len(used_B)),
+    }
+    if normalize_values:
+        wide = torch.where(mask_BG, returns_BG, 0.0).double()
+        sums |= {"used_return": (wide.sum(), num_tokens), "used_return_sq": (wide.square().sum(), num_tokens)}
+    return advantages_BG, torch.where(mask_BG, (returns_BG - mean) / std, 0.0), sums
 
 
 def estimate_advantages_sums(advantages_BG: Tensor, mask_BG: Tensor) -> Tensor:

@@ -46,9 +46,13 @@ class Options(off_policy.Options):
     truncation_penalty: float = -1.0  # reward of a truncated response under truncation=penalty
     clip_score: PositiveFloat | None = None  # largest absolute score; larger ones are clipped to it; none: no limit
     normalize_scores: bool = False  # subtract the running mean of the scores, and divide by their standard deviation
+    # let the critic predict returns less their running mean, divided by their standard deviation (ReaL's value_norm)
+    normalize_values: bool = False
     # KL divergence from the policy with which an iteration's training begins, in nats per token, beyond which its
     # further actor steps are left out; with strategy.ahead=1 one more pass infers that policy; none: never
     kl_early_stop: PositiveFloat | None = None
+    # mean of pi_new / pi_old in a mini-batch beyond which an iteration's further actor steps are left out; none: never
+    ratio_early_stop: PositiveFloat | None = None
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
@@ -71,6 +75,8 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
     )
     stop = ("approx_kl", options.kl_early_stop) if options.kl_early_stop else None
     start: dict[str, Any] = {START_LOGPROBS: old} if stop and options.old_logprobs != "loglinear" else {}
+    if options.ratio_early_stop:
+        stop = "ratio", options.ratio_early_stop
     entropy = options.entropy_coef > 0
     actor.train(
         "surrogates.policy_loss",
@@ -95,6 +101,8 @@ def problem(options: Options, *, rollout_batch: int, samples_per_prompt: int) ->
             "sequences may lower kl_coef by the factor 1 - 0.2 x sequences / kl_horizon, which must be above 0; set "
             f"kl_horizon to at least {least}"
         )
+    if options.kl_early_stop and options.ratio_early_stop:
+        return "kl_early_stop and ratio_early_stop are two limits for the same steps: give one of them"
     return off_policy.problem(options)
 
 
@@ -110,10 +118,14 @@ def refused(options: Options, *, can_end: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State that is the same on every rank. score_moments: of all scores so far, for normalize_scores."""
+    """State that is the same on every rank.
+
+    score_moments, value_moments: of all scores so far, for normalize_scores, and of all returns, for normalize_values.
+    """
 
     kl_coef: float
     score_moments: RunningMoments = RunningMoments()
+    value_moments: RunningMoments = RunningMoments()
 
 
 def initial_state(options: Options) -> State:
@@ -122,9 +134,12 @@ def initial_state(options: Options) -> State:
 
 
 def read_state(values: Mapping[str, Any]) -> State:
-    """Restores the state from the result of dataclasses.asdict. (Earlier versions called the moments `scores`.)"""
-    moments = values["score_moments"] if "score_moments" in values else values["scores"]
-    return State(float(values["kl_coef"]), RunningMoments(*(float(moments[name]) for name in asdict(RunningMoments()))))
+    """Restores the state from the result of dataclasses.asdict."""
+
+    def moments(name: str) -> RunningMoments:
+        return RunningMoments(*(float(values[name][part]) for part in asdict(RunningMoments())))
+
+    return State(float(values["kl_coef"]), moments("score_moments"), moments("value_moments"))
 
 
 def after_iteration(
@@ -136,11 +151,13 @@ def after_iteration(
             state.kl_coef, means["kl"], num_sequences, target=options.kl_target, horizon=options.kl_horizon
         )
         state = replace(state, kl_coef=kl_coef)
-    if "used_score" in means:  # a truncated response has no score to normalise
-        weight = weights["used_score"]
-        moments = weight, means["used_score"] * weight, means["used_score_sq"] * weight
-        state = replace(state, score_moments=state.score_moments.updated(*moments))
-    return state
+
+    def updated(moments: RunningMoments, name: str) -> RunningMoments:
+        weight = weights.get(name, 0.0)
+        return moments.updated(weight, means[name] * weight, means[f"{name}_sq"] * weight) if weight else moments
+
+    scores = updated(state.score_moments, "used_score")  # a truncated response has no score to normalise
+    return replace(state, score_moments=scores, value_moments=updated(state.value_moments, "used_return"))
 
 
 # ---- the log --------------------------------------------------------------------------------------------------------

@@ -200,12 +200,14 @@ def rows_of(seed: int = 0) -> dict[str, Tensor]:
 OPTIONS = {
     "kl_coef": 0.3,
     "score_moments": RunningMoments(),
+    "value_moments": RunningMoments(),
     "gamma": 0.9,
     "lam": 0.8,
     "truncation": "penalty",
     "truncation_penalty": -2.0,
     "clip_score": None,
     "normalize_scores": False,
+    "normalize_values": False,
 }
 
 

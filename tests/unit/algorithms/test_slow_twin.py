@@ -47,6 +47,7 @@ VARIANTS = {
         "ppo.clip_ratio=0.05",
         "ppo.clip_value=0.05",
     ],
+    "values": ["ppo.normalize_values=true", "ppo.truncation=bootstrap"],
     "recompute restricted": [
         "ppo.old_logprobs=recompute",
         "generation.temperature=1.4",
@@ -145,6 +146,7 @@ class SlowRun:
         self.optimizers = [slow_ppo.AdamW(lr, self.options) for lr in (self.options.actor_lr, self.options.critic_lr)]
         self.kl_coef = config.options.kl_coef
         self.scores: list[float] = []  # all those used so far
+        self.returns: list[float] = []  # all so far
         self.kept: dict[tuple[int, ...], list[list[int]]] = {}  # tokens of a sequence -> the sets they were drawn from
 
     def logits(self, actor: nn.Module, tokens: list[int]) -> Tensor:
@@ -196,15 +198,24 @@ class SlowRun:
         if self.config.options.normalize_scores and self.scores:
             mean = math.fsum(self.scores) / len(self.scores)
             std = math.sqrt(math.fsum((score - mean) ** 2 for score in self.scores) / len(self.scores))
-        return dataclasses.replace(self.options, kl_coef=self.kl_coef, score_mean=mean, score_std=std)
+        options = dataclasses.replace(self.options, kl_coef=self.kl_coef, score_mean=mean, score_std=std)
+        if self.config.options.normalize_values and self.returns:
+            mean = math.fsum(self.returns) / len(self.returns)
+            std = math.sqrt(math.fsum((x - mean) ** 2 for x in self.returns) / len(self.returns))
+            options = dataclasses.replace(options, value_mean=mean, value_std=std)
+        return options
 
     def kl(self, rollouts: list[slow_ppo.Rollout]) -> float:
         return math.fsum(a - b for r in rollouts for a, b in zip(r.logprobs, r.ref_logprobs, strict=True))
 
     def iteration(self, rollouts: list[slow_ppo.Rollout], order: list) -> list[slow_ppo.Step]:
+        options = self.options_now()
         steps = slow_ppo.train(
-            self.actor, self.critic, self.logits, self.value, rollouts, order, self.options_now(), *self.optimizers
+            self.actor, self.critic, self.logits, self.value, rollouts, order, options, *self.optimizers
         )
+        for rollout in rollouts:
+            values = [value * options.value_std + options.value_mean for value in rollout.values]
+            self.returns += [a + v for a, v in zip(slow_ppo.advantages(rollout, options), values, strict=False)]
         truncated_count = self.options.truncation == "score"
         self.scores += [r.score for r in rollouts if truncated_count or r.ended(EOS_IDS)]
         if self.config.options.kl_controller == "adaptive":

@@ -20,7 +20,7 @@ RULES = {  # row -> option: its default
     1: {"ppo.kl_coef": 0.05},
     2: {"ppo.kl_controller": "fixed", "ppo.kl_target": 6.0, "ppo.kl_horizon": 10_000},
     4: {"ppo.truncation": "penalty", "ppo.truncation_penalty": -1.0},
-    5: {"ppo.clip_score": None, "ppo.normalize_scores": False},
+    5: {"ppo.clip_score": None, "ppo.normalize_scores": False, "ppo.normalize_values": False},
     6: {"ppo.gamma": 1.0, "ppo.lam": 0.95},
     8: {"ppo.whiten": "mini_batch"},
     9: {"ppo.clip_ratio": 0.2},
@@ -36,7 +36,7 @@ RULES = {  # row -> option: its default
     13: {"generation.temperature": 1.0},
     14: {"generation.top_k": 0, "generation.top_p": 1.0, "generation.min_p": 0.0, "generation.min_new_tokens": 0},
     16: {"ppo.epochs": 4},
-    19: {"ppo.kl_early_stop": None},
+    19: {"ppo.kl_early_stop": None, "ppo.ratio_early_stop": None},
     20: {
         "optimizer.actor_lr": 1e-6,
         "optimizer.critic_lr": 5e-6,

@@ -282,6 +282,17 @@ def test_kl_early_stop_skips_the_rest_of_an_iteration(overrides):
         assert run.meter.steps["actor"][0]["actor_lr"] == run.meter.steps["critic"][0]["critic_lr"]
 
 
+def test_ratio_early_stop(overrides):
+    everything = RunOf(load(overrides))
+    everything.iteration()
+    ratios = [step["ratio"] for step in everything.meter.steps["actor"]]
+    limit = sorted(ratios)[1]
+    run = RunOf(load(overrides, f"ppo.ratio_early_stop={limit!r}"))
+    run.iteration()
+    expected = next(number for number, ratio in enumerate(ratios) if ratio > limit) + 1
+    assert [step["ratio"] for step in run.meter.steps["actor"]] == ratios[:expected]
+
+
 def test_the_lag_is_counted_in_steps_that_were_made(overrides, monkeypatch):
     """a = (v_prox - v_mu) / (v_pi - v_mu), where v is the optimizer's own count of steps, which neither an early stop
     nor a mini-batch without a row raises: of 4 steps of an iteration the second has no row, and some are stopped."""
