@@ -134,6 +134,8 @@ def choose(space: Space, method: str, best: Best, budget: Budget) -> tuple[Best,
         return best, None
     if method == "mcmc":
         markov_chain(space, best, budget)
+        if best.found:
+            refine(space, best.choices[0][1], best)
         return best, None
     least_s = exact(space, best, budget)
     is_proved = least_s >= best.seconds

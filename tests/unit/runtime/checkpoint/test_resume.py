@@ -27,7 +27,7 @@ from rlhf_spmd.runtime.failure.failures import explain
 from rlhf_spmd.runtime.run import recorded
 
 MOMENTS = {"count": 3.0, "mean": 0.1, "squares": 2.5}
-OF_PPO = {"kl_coef": 0.1, "score_moments": MOMENTS}
+OF_PPO = {"kl_coef": 0.1, "score_moments": MOMENTS, "value_moments": MOMENTS}
 ABOUT = {"inputs": {"prompts in x": "abc"}, "surroundings": {"torch": "2.11"}}
 STATE = {"state": OF_PPO, "ahead": 0} | ABOUT
 
