@@ -162,7 +162,8 @@ def test_a_state_that_makes_no_sense_is_refused(tmp_path, state):
 def test_the_state_of_a_checkpoint_is_read(tmp_path):
     run = resumed(write_run(tmp_path))
     state = run.config.algorithm.read_state(run.state["state"])
-    assert state == ppo.State(0.1, RunningMoments(3.0, 0.1, 2.5))
+    moments = RunningMoments(3.0, 0.1, 2.5)
+    assert state == ppo.State(0.1, moments, moments)
     assert {name: run.state[name] for name in ABOUT} == ABOUT
     assert recorded.run_state(RunState(state)) == {"state": OF_PPO}
 
