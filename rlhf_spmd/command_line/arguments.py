@@ -67,6 +67,11 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help lists the options)")
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Ends the process after what was printed has been written; argparse would lose an error of that."""
+        print(end="", flush=True)
+        super().exit(status, message)
+
     def format_help(self) -> str:
         """Returns the help of argparse, and the options that KEY=VALUE arguments set."""
         return super().format_help() + (_words_help(self.words) if self.words in WORDS else "")
@@ -167,8 +172,10 @@ def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
             raise UserError(f"unknown argument {word!r}{_hint(word, parsed)}; write --NAME VALUE, or KEY=VALUE")
     if verb in CHECKED:
         rest = [*parsed.strategies, *rest]
-        names = parsed.strategies = [word for word in rest if "=" not in word]
-        rest = [word for word in rest if "=" in word]
+        names = [word for word in rest if "=" not in word or word.endswith(".py")]
+        if verb != "draw":  # which takes several
+            names = names[:1] + [word for word in names[1:] if "=" not in word]
+        parsed.strategies, rest = names, [word for word in rest if word not in names]
         if not names and parsed.config is None:
             raise UserError(f"{verb} lacks the name or file of a STRATEGY ({PROGRAM} {verb} --help lists the options)")
         if verb != "draw" and len(names) > 1:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.printing import printable
 
 ERRORS = 2  # the descriptor
@@ -57,21 +58,25 @@ class Stream(io.TextIOWrapper):
         try:
             yield
         except OSError as error:
-            if self.is_work:
-                raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
+            if self.is_work and isinstance(error, BrokenPipeError):
+                raise
+            if self.is_work:
+                text = f"standard output can't be written ({error.strerror}): print to another file or disk"
+                raise UserError(text) from error
             if self.speaks:
-                _write(f"{NOTE}standard output can't be written ({error.strerror}): the run goes on without it")
+                _go_on_without(error.strerror)
 
 
 def prepare(*, is_work: bool, speaks: bool = True) -> None:
     """Replaces sys.stdout and sys.stderr. Call it first.
 
-    is_work: what is printed is the work of this process, so an output that can't be written is an OSError. Otherwise it
-    goes on without, and says so once if it speaks.
+    is_work: what is printed is the work of this process, so an output that can't be written ends it: with
+    BrokenPipeError if the reader has left, else UserError. Otherwise it goes on without, and says so once if it speaks.
     """
+    is_closed = sys.stdout is None
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -90,6 +95,12 @@ def prepare(*, is_work: bool, speaks: bool = True) -> None:
         stream.wrote_s = time.monotonic()
         stream.is_work, stream.speaks = is_work and name == "stdout", speaks
         setattr(sys, name, stream)
+    if is_closed and speaks and not is_work:
+        _go_on_without("it is closed")
+
+
+def _go_on_without(reason: str | None) -> None:
+    _write(f"{NOTE}standard output can't be written ({reason}): the run goes on without it")
 
 
 def say(text: str) -> None:
@@ -121,7 +132,7 @@ def _flush() -> None:
 
 def show_passing(text: str) -> None:
     """Shows a line on standard output that the next output replaces; empty: takes it away. Never raises."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, UserError):
         if isinstance(sys.stdout, Stream):
             sys.stdout.show_passing(text)
 

@@ -36,6 +36,7 @@ def run(redirected: str, body: str = TALKS, *, is_work: bool = False, **environm
 @pytest.mark.parametrize(
     ("redirected", "reason"),
     [
+        (">&-", "it is closed"),
         ("> /dev/full", "No space left on device"),
         ("1< /dev/null", "Bad file descriptor"),
     ],
@@ -50,8 +51,10 @@ def test_a_run_goes_on_without_a_reader():
 
 
 def test_output_that_is_the_work_ends_it():
-    body = "try: print('é', flush=True)\nexcept OSError as error: output.say(error.strerror)\nos._exit(0)"
-    assert run("> /dev/full", body, is_work=True)[::2] == (0, "No space left on device\n")
+    body = "from rlhf_spmd.errors import UserError\ntry: {}except UserError as error: output.say(str(error))"
+    status, _, err = run("> /dev/full", body.format("print('é', flush=True)\n"), is_work=True)
+    text = "standard output can't be written (No space left on device): print to another file or disk\n"
+    assert (status, err) == (0, text)
 
 
 def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
