@@ -14,7 +14,7 @@ from rlhf_spmd.pages.other_names import PROGRAMS, find, table
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 WHOLE = ("chat_template_kwargs", "apply_chat_template_kwargs", "dataset_mixture")  # mappings that are one value
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
-DEEPEST = 5  # references to references
+LONGEST, DEEPEST = 10_000, 20  # characters of a value; references to references
 STARTS = ("-m", "--module", "trl")  # words before the name of what a command starts
 LAUNCHERS = ("torch.", "accelerate", "deepspeed")  # modules
 Value = Any  # a text, a list or a mapping, whose values are texts
@@ -71,7 +71,7 @@ def read_file(path: str, words: Sequence[str] = (), program: str | None = None) 
     if others:
         raise UserError(f"{others[0]!r} is not KEY=VALUE: only values of {path} can be replaced")
     values = dict(_flat(root, "")) | replaced
-    left = _without_references(values)
+    left = _without_references(path, values)
     return Source(program or max(PROGRAMS, key=lambda name: sum(bool(find(name, key)) for key in values)), values, left)
 
 
@@ -84,13 +84,14 @@ def _flat(values: Mapping[str, Value], prefix: str) -> Iterator[tuple[str, Value
             yield f"{prefix}{name}", value
 
 
-def _without_references(values: dict[str, Value]) -> dict[str, str]:
+def _without_references(path: str, values: dict[str, Value]) -> dict[str, str]:
     """Replaces ${NAME} by the value of that name, and takes out what refers to none -> those, with the reason."""
-    given = dict(values)
     for _ in range(DEEPEST):
         for key, value in values.items():
             if isinstance(value, str):
-                values[key] = REFERENCE.sub(lambda match: text_of(given.get(match[1], match[0])), value)
+                values[key] = REFERENCE.sub(lambda match: text_of(values.get(match[1], match[0])), value)
+                if len(values[key]) > max(LONGEST, len(value)):
+                    raise UserError(f"{path}: {key} refers to values that grow without end")
     unknown = [key for key, value in values.items() if isinstance(value, str) and "${" in value]
     return {key: f"{values.pop(key)} is not a value of this file" for key in unknown}
 

@@ -240,6 +240,13 @@ def test_no_size_is_made_of_a_text_that_is_none(value):
     assert found.later["rollout_batch"].startswith(value) and found.later["layout"].startswith(value)
 
 
+def test_references_to_references_have_the_value_of_the_last(tmp_path):
+    path = tmp_path / "a.yaml"
+    chain = "".join(f"v{n}: ${{v{n + 1}}}\n" for n in range(12))
+    path.write_text(f"data: {{train_batch_size: '${{v0}}'}}\n{chain}v12: 64\n", encoding="utf-8")
+    assert translate(read_file(str(path), program="verl"), None).options["rollout_batch"] == "64"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -247,6 +254,9 @@ def test_no_size_is_made_of_a_text_that_is_none(value):
         ("a.yaml", "a: [", "is not YAML"),
         ("a.yaml", "a: &a {b: *a}", "an alias"),
         ("a.yaml", "[" * 1000 + "]" * 1000, "is not YAML: maximum recursion depth"),
+        ("a.yaml", "data: {a: 'x${data.b}', b: 'y${data.a}${data.a}'}", "grow without end"),
+        ("a.yaml", "a: ${a}${a}", "a.yaml: a refers to values that grow without end"),
+        ("a.yaml", "".join(f"v{n}: {f'${{v{n + 1}}}' * 200}\n" for n in range(8)) + "v8: x", "grow without end"),
         ("a.sh", "python3 -m openrlhf.cli.train_sft", "coming-from PROGRAM` before the command that trains"),
         ("a.py", "args = DPOConfig(output_dir='x')", r"into a YAML file"),
     ],
