@@ -16,11 +16,16 @@ def in_iterations(config: Config, num_rows: int, num_steps: Callable[[Fraction],
     """
     if not config.data.epochs:
         return config
-    rows = Fraction(repr(config.data.epochs)) * num_rows
+    rows = num_read(config, num_rows)
     num = rows / config.rollout_batch
     if num_steps is not None:
         num = Fraction(num_steps(rows), config.rollout_batch // config.mini_batch)
     return replace(config, iterations=max(1, math.ceil(num)))
+
+
+def num_read(config: Config, num_rows: int) -> Fraction:
+    """Returns the rows that data.epochs asks for."""
+    return Fraction(repr(config.data.epochs)) * num_rows
 
 
 def length_of(config: Config, num_rows: int, *, at_most: bool = False) -> str:
@@ -32,4 +37,6 @@ def length_of(config: Config, num_rows: int, *, at_most: bool = False) -> str:
     if config.mini_batch_tokens:
         return f"{passes} in steps of at most {config.mini_batch_tokens:,} tokens"
     iterations = in_iterations(config, num_rows).iterations
-    return f"{passes}: {'at most ' * at_most}{iterations:,} iterations of {config.rollout_batch}"
+    more = math.floor(iterations * config.rollout_batch - num_read(config, num_rows))
+    filled = f", the last one filled up with {more} more rows" if more else ""
+    return f"{passes}: {'at most ' * at_most}{iterations:,} iterations of {config.rollout_batch}{filled}"

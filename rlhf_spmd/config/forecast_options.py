@@ -2,12 +2,13 @@
 forecasts and plans."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.json_text import numbered_values
+from rlhf_spmd.files.data_files import CSV, TABLES, kind_of_file, read_data
+from rlhf_spmd.files.json_text import json_value, numbered_values
 from rlhf_spmd.files.reading import is_file, is_folder, paths_in
 from rlhf_spmd.plan.workload import Answers, ResponseLengths
 
@@ -27,30 +28,46 @@ def read_forecast_lengths(text: str, limit: int) -> ResponseLengths | None:
         if is_file(text) or is_folder(text):
             return ResponseLengths.of(min(limit, max(1, tokens)) for tokens in _rollout_tokens(Path(text)))
         mean, sigma, *others = [float(number) for number in (text if "," in text else f"{text},0").split(",")]
-        if others or not (1 < mean <= limit and 0 <= sigma < math.inf):
+        if mean > limit:
+            raise ValueError(f"{mean:g} is above {limit}")
+        if others or not (mean > 1 and 0 <= sigma < math.inf):
             raise ValueError("these are not two such numbers")
         return ResponseLengths(mean, sigma)
     except ValueError as error:
+        reason = str(error).partition("\n")[0]
         raise UserError(
-            f"forecast_lengths={text}: give the mean of responses, above 1 and at most generation.max_new_tokens="
-            f"{limit}, and the standard deviation of their logarithm, e.g. 300,0.8; or a file or folder of rollouts "
-            f"(RUN/rollouts/iteration-N) ({error})"
+            f"forecast_lengths={text}: {reason}; give the mean of responses, above 1 and at most "
+            f"generation.max_new_tokens={limit}, and the standard deviation of their logarithm, e.g. "
+            f"{max(2, limit // 2)},0.8; or a file or folder of rollouts (RUN/rollouts/iteration-N)"
         ) from None
 
 
 def _rollout_tokens(path: Path) -> list[int]:
     """Returns the number of tokens of each response of rollouts. Raises ValueError if there are none."""
-    rows: list[Any] = []
-    for part in paths_in(path, "part-*") if is_folder(path) else [path]:
-        if part.suffix == ".parquet":
-            from pyarrow import parquet
-
-            rows += parquet.read_table(part, columns=[ROLLOUT_TOKENS]).to_pylist()
-        else:
-            rows += [row for _, row in numbered_values(part)]
+    parts = paths_in(path, "part-*") if is_folder(path) else [path]
+    rows = [row for part in parts for row in _rows_of(part)]
     if not rows or not all(isinstance(row, dict) and isinstance(row.get(ROLLOUT_TOKENS), list) for row in rows):
         raise ValueError(f"there are no rows with lists of {ROLLOUT_TOKENS}")
     return [len(row[ROLLOUT_TOKENS]) for row in rows]
+
+
+def _rows_of(path: Path) -> Iterator[Any]:
+    """Yields the rows of a table, or of JSON: a list, or one on each line. Raises ValueError, for JSON with file and
+    line."""
+    kind = kind_of_file(path)
+    if kind in (CSV, *TABLES):
+        from pyarrow import dataset
+
+        yield from dataset.dataset(path, format=kind.removeprefix(".")).to_table().to_pylist()
+        return
+    content = read_data(path).strip()
+    is_list = kind == ".json" and content.startswith(b"[")
+    for number, text in enumerate([content] if is_list else content.splitlines(), start=1):
+        try:
+            value = json_value(text)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from None
+        yield from value if is_list else [value]
 
 
 def read_forecast_episodes(text: str, drawn: float, length: float) -> Answers:

@@ -74,7 +74,7 @@ def test_check_says_the_number_and_prints_a_file_that_can_be_given_back(tmp_path
     assert main([*words, "data.epochs=2", "--show-config"]) == 0
     out = capsys.readouterr().out
     text = out.partition("--config FILE.yaml\n")[2].rpartition("\n\n")[0]
-    first = "2 epochs of 300 rows: at most 5 iterations of 128"
+    first = "2 epochs of 300 rows: at most 5 iterations of 128, the last one filled up with 40 more rows"
     assert text.splitlines()[0] == f"# {first}" and out.splitlines()[1] == first
     assert load(text=text, folder=tmp_path).data.epochs == 2
     assert main([*words[:-1], "data.epochs=2", "data.prompts=none.jsonl"]) == 2

@@ -1,5 +1,6 @@
 """The options forecast_lengths and forecast_episodes; what they change is forecasts alone."""
 
+import gzip
 import json
 
 import pytest
@@ -34,10 +35,29 @@ def test_rollouts(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     for text in (path, tmp_path):
         assert read_forecast_lengths(str(text), 64) == ResponseLengths(24.0, rows=(3, 5, 64))
-    for content in ("{}\n", "x\n", '{"response_tokens": "3"}\n', ""):
-        path.write_text(content, encoding="utf-8")
-        with pytest.raises(UserError, match="there are no rows with lists of response_tokens"):
-            read_forecast_lengths(str(path), 64)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    for name in ("rows.jsonl.gz", "rows.json"):
+        assert read_forecast_lengths(str(tmp_path / name), 64) == ResponseLengths(24.0, rows=(3, 5, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        *(("a.jsonl", text, "no rows with lists") for text in ("{}\n", '{"response_tokens": "3"}\n', "")),
+        ("a.jsonl", '{"response_tokens": [3]}\nx\n', r"a\.jsonl, line 2: not valid JSON"),
+        ("a.csv", "response_tokens\n3\n", "no rows with lists"),
+    ],
+)
+def test_files_that_are_no_rollouts(name, content, message, tmp_path):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        read_forecast_lengths(str(tmp_path / name), 64)
+
+
+def test_a_mean_above_the_limit_is_named_and_the_example_is_below_it():
+    with pytest.raises(UserError, match=r"65 is above 64; .*e\.g\. 32,0\.8"):
+        read_forecast_lengths("65", 64)
 
 
 def test_rollouts_in_parquet(tmp_path):
@@ -46,6 +66,10 @@ def test_rollouts_in_parquet(tmp_path):
         table = arrow.table({"prompt": ["p"] * len(rows), "response_tokens": rows})
         parquet.write_table(table, tmp_path / f"part-000{number}.parquet")
     assert read_forecast_lengths(str(tmp_path), 64) == ResponseLengths.of((3, 1, 64))
+    parquet.write_table(arrow.table({"prompt": ["p"]}), tmp_path / "part-0002.parquet")
+    with pytest.raises(UserError, match="no rows with lists of response_tokens") as error:
+        read_forecast_lengths(str(tmp_path), 64)
+    assert "\n" not in str(error.value)
 
 
 def test_a_program_does_not_depend_on_it():
