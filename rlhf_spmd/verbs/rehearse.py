@@ -10,6 +10,7 @@ import shutil
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 MOST_BUSY = 0.6  # share of the cores above which processes wait for a core, and not only for one another
 BYTES_PER_RANK = 64 * 2**20  # with its two supervisors
+MOST_LINKS = 4  # that are shown
 MOST_LANES = 16  # of the timeline; with more ranks, those that do the same share a lane
 FACTOR = re.compile(r"\d+(\.\d+)?")
 
@@ -178,13 +180,16 @@ def summary(
     """
     median_s, cores = statistics.median(seconds), len(os.sched_getaffinity(0))
     share = processor_s * factor / sum(seconds) / cores
-    within = between = 0
+    links: Counter[tuple[int, int]] = Counter()  # nodes of sender and receiver -> bytes
     for answer in answers:
-        for source, destination, size in answer["sent_bytes"]:  # nodes of sender and receiver
-            within += size if source == destination else 0
-            between += size if source != destination else 0
+        for source, destination, size in answer["sent_bytes"]:
+            links[source, destination] += size
+    between = Counter({link: size for link, size in links.items() if link[0] != link[1]})
+    within = links.total() - between.total()
     print(f"median {median_s:.4g} s, forecast {forecast_s:.4g} s: {median_s / forecast_s - 1:+.1%}")
-    print(f"messages of an iteration: {format_bytes(within)} within nodes, {format_bytes(between)} between")
+    print(f"messages of an iteration: {format_bytes(within)} within nodes, {format_bytes(between.total())} between")
+    for (source, destination), size in between.most_common(MOST_LINKS):
+        print(f"  node {source} to node {destination}: {format_bytes(size)}")
     print(f"processors: {processor_s:.1f} s of all ranks, {share:.0%} of {cores} cores")
     if share > MOST_BUSY:
         print("That is too much to trust the seconds: give a larger --seconds")
@@ -195,5 +200,6 @@ def summary(
         "processor_s": processor_s,
         "processor_share": share,
         "bytes_within_nodes": within,
-        "bytes_between_nodes": between,
+        "bytes_between_nodes": between.total(),
+        "bytes_of_links": {f"{source}-{destination}": size for (source, destination), size in sorted(between.items())},
     }

@@ -81,3 +81,11 @@ def test_nothing_is_replaced(out, told, tmp_path, capsys, monkeypatch):
     (tmp_path / "run" / "flight").mkdir(parents=True)
     assert main(["rehearse", "flattening", "--out", out]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_bytes_of_links_between_nodes(capsys):
+    answers = [{"sent_bytes": [(0, 0, 1024), (0, 1, 2048)]}, {"sent_bytes": [(1, 0, 1024), (0, 1, 1024)]}]
+    result = rehearse.summary([1.0], 0.1, answers, 1.0, 1.0)
+    assert (result["bytes_within_nodes"], result["bytes_between_nodes"]) == (1024, 4096)
+    assert result["bytes_of_links"] == {"0-1": 3072, "1-0": 1024}
+    assert "  node 0 to node 1: 3.0 KiB\n  node 1 to node 0: 1.0 KiB\n" in capsys.readouterr().out
