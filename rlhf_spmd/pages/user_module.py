@@ -61,8 +61,8 @@ def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[M
         path = Path(name)
         if why := why_no_file(path):
             raise UserError(f"{kind} file {name} {why}")
+        source_of(path)  # as the run folder keeps it
         try:
-            source_of(path)  # as the run folder keeps it
             module = import_file(path, f"_{kind}_{path.stem}")
         except BaseException as error:
             pass_on_interrupt(error)
@@ -74,8 +74,11 @@ def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[M
 
 
 def source_of(path: Path) -> str:
-    """Returns the text of a Python file in UTF-8. Raises UnicodeDecodeError."""
-    return path.read_text(encoding="utf-8")
+    """Returns the text of a Python file in UTF-8. Raises UserError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not in UTF-8 (byte {error.start + 1}): write it in UTF-8") from None
 
 
 @contextmanager

@@ -40,6 +40,9 @@ class Placement:
     ahead: int = 0
 
     def __post_init__(self) -> None:
+        for field, names in (("own_first", self.own_first), ("joint", self.joint), *(("joint", s) for s in self.joint)):
+            if isinstance(names, str):
+                raise UserError(f"{field} is a set of names, not the text {names!r}; write ({names!r},)")
         object.__setattr__(self, "own_first", tuple(self.own_first))
         object.__setattr__(self, "joint", tuple(tuple(calls) for calls in self.joint))
 

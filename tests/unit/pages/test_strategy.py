@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages import strategy as strategies
+from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.proof.check import check
@@ -54,6 +55,13 @@ def refused(name: str, layout: str = "1x4", **options) -> str:
     text = str(error.value)
     assert "\n" not in text
     return text
+
+
+@pytest.mark.parametrize("load", [load_strategy, load_algorithm])
+def test_a_file_in_another_encoding_is_refused(load, tmp_path):
+    (tmp_path / "mine.py").write_bytes("# é".encode("latin-1"))
+    with pytest.raises(UserError, match=r"^\S+/mine\.py is not in UTF-8 \(byte 3\): write it in UTF-8$"):
+        load(str(tmp_path / "mine.py"))
 
 
 # ---- finding them --------------------------------------------------------------------------------------------------

@@ -104,3 +104,11 @@ def test_a_compute_runs_once_for_every_distinct_list_of_ranks_that_reads_it():
     assert Placement(same).sites(compute, workload.workflow) == ("actor_train",)
     apart = same | {"critic_train": Layout.data_parallel((2, 3))}
     assert Placement(apart).sites(compute, workload.workflow) == ("actor_train", "critic_train")
+
+
+@pytest.mark.parametrize(
+    ("field", "names"), [("own_first", "actor_train"), ("joint", "actor_train"), ("joint", ("actor_train", "b"))]
+)
+def test_a_text_is_no_set_of_names(field, names):
+    with pytest.raises(UserError, match=rf"{field} is a set of names, not the text 'actor_train'; write \('actor_"):
+        Placement({}, **{field: names})
