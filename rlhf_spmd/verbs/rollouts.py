@@ -5,6 +5,7 @@ import json
 import math
 import operator
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -105,17 +106,17 @@ def condition(text: str, names: Iterable[str]) -> Callable[[Row], bool]:
 
 
 def means(rows: Sequence[Row]) -> dict[str, float]:
-    """Returns the mean of every number, over the rows that have it; none where they are too large."""
+    """Returns the mean of every number, over the rows that have a finite one; none where their sum is too large."""
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
-            if isinstance(value, int | float) and name not in PLACES:
+            if isinstance(value, int | float) and name not in PLACES and abs(value) <= sys.float_info.max:
                 values.setdefault(name, []).append(value)
     result = {}
     for name, numbers in values.items():
         with suppress(OverflowError):
             result[name] = fmean(numbers)
-    return {name: mean for name, mean in result.items() if math.isfinite(mean)}
+    return result
 
 
 def text_of(row: Row, first: int = 1) -> str:

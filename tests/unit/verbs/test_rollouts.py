@@ -94,6 +94,7 @@ def test_odd_names_and_numbers():
     row = ROWS[0] | {"c\x1b[31m\n": 1, "text\u0007": "a", "b": True}
     assert "\x1b" not in rollouts.text_of(row) and "c\\x1b[31m\\n 1" in rollouts.text_of(row)
     assert rollouts.means([{"x": 1e308, "y": 1.0, "n": 10**400, "nan": float("nan")}] * 4) == {"y": 1.0}
+    assert rollouts.means([{"y": 1.0}, {"y": float("nan")}, {"y": 3.0}]) == {"y": 2.0}
     for turns in ([3, 4], ["a model"], [], [{"user": "a"}]):
         assert "n 1000" in rollouts.text_of({"turns": turns, "n": 10**400, "iteration": "first"})
     for text, holds in (("b=true", True), ("b!=true", False)):
