@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from bench.rows import TIMED
 from tests import warm
 
 REALLOCATION = ("--strategy", "reallocation", "strategy.training_tp=2", "strategy.training_pp=2")
-TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "tflops", "mfu", "peak_bytes")
 PLACED = ("moved_bytes", "moved_messages", "parity_max_abs")  # what depends on the placement
 
 

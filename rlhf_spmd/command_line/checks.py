@@ -220,21 +220,28 @@ def _check_data(config: Config, unchecked: Mapping[str, str]) -> list[Finding]:
 
 def _check_reward(spec: str, config: Config, *, is_readable: bool) -> None:
     """Raises UserError for a reward function that a run would refuse."""
+    from rlhf_spmd.runtime.data.first_rows import NUM_ROWS
     from rlhf_spmd.runtime.rewards.function import load_reward_function
 
     function = load_reward_function(spec, None)
     if function.asks_for_columns and is_readable:
-        function.bound_to(column_names(config))
+        try:
+            function.bound_to(column_names(config, NUM_ROWS))
+        except UserError:  # unless a later row has the column
+            function.bound_to(column_names(config))
 
 
-def column_names(config: Config) -> list[str]:
-    """Returns the columns of files of prompts that reward functions may ask for. Raises UserError."""
+def column_names(config: Config, most: int | None = None) -> list[str]:
+    """Returns the columns of files of prompts that reward functions may ask for. Raises UserError.
+
+    most: number of rows that are read of each file; None: all.
+    """
     from rlhf_spmd.runtime.data.readers import SOURCE, read_records
 
     files, key = prompt_files(config), config.data.key or config.algorithm.prompts
     names = dict.fromkeys([SOURCE] if len(files) > 1 else [])  # a row without data_source is given one
     for path in every_file(files):
-        for _, row in read_records(path, key):
+        for _, row in read_records(path, key, most=most):
             names |= dict.fromkeys(name for name, value in row.items() if name != key or not isinstance(value, str))
     return list(names)
 

@@ -35,6 +35,7 @@ NO_PAGES = (  # modules beside the pages
     "controllers",
     *FUNCTIONS,
 )
+STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
 OF_WORKFLOW = ("options", "model", "compute")  # and the keys of DATA: what workflow() is called with, by name
 OF_ITERATION = ("state", "options", "means", "weights", "num_sequences")  # the same of after_iteration()
 Word = Annotated[str, Field(pattern=r"^[^\W\d]\w*$")]  # a name that Python may have, too
@@ -112,6 +113,8 @@ class Algorithm:
         module: that it is from; empty: it is looked up in the page, then in FUNCTIONS. A companion must be where that
             function is, so that a page's function gets none of a shared function of the same name.
         """
+        if module and module not in FUNCTIONS:
+            raise UserError(f"algorithm {self.name}: {module}.{name}: functions are in {', '.join(FUNCTIONS)}")
         shared = [importlib.import_module(f"rlhf_spmd.algorithms.{place}") for place in FUNCTIONS]
         places = [place for place in [self.module, *shared] if not module or place.__name__.endswith(f".{module}")]
         function = next((getattr(place, name) for place in places if callable(getattr(place, name, None))), None)
@@ -301,6 +304,8 @@ def _problem(module: ModuleType) -> str:
         return f"DATA has no {PROMPTS} with the name of a column"
     if len(columns) != 2 and any(isinstance(column, page.AssistantTokens) for column in module.DATA.values()):
         return "DATA has AssistantTokens, which are for one key of responses"
+    if len({hasattr(module, name) for name in STATEFUL}) > 1:
+        return f"it has some of {', '.join(STATEFUL)} and not all of them"
     for name, role in roles.items():
         if role.lr is not None and not 0 < role.lr < math.inf or not set(role.starts_from) <= roles.keys():
             starts = ", ".join(role.starts_from) or "none"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Literal, get_args
 
 from rlhf_spmd.errors import UserError
@@ -17,6 +18,7 @@ from rlhf_spmd.plan.runtime_words import (
     rewards_of,
 )
 
+STOP_TYPES = ([str, float], [str, int])  # name of a logged sum, limit
 MAX_RESPONSES = 2  # response keys that one call of a model reads, e.g. of a pair
 
 
@@ -151,6 +153,9 @@ class Model:
         """Samples responses; returns them and the logprobs of their tokens. name: prefix of the keys of a second
         generate call. temperature: replaces generation.temperature; 0 is greedy."""
         self.recorder.expect(f"{self.name}.generate", prompts)
+        is_number = isinstance(temperature, int | float) and 0 <= temperature < inf
+        if temperature is not None and not is_number:
+            raise UserError(f"{self.name}.generate(temperature={temperature!r}): give a number of at least 0, or None")
         check_temperature(f"{self.name}.generate(): temperature", temperature or 0)
         made = generated_keys(name, replay=self.recorder.replay, episodes=self.recorder.episodes)
         outputs, wish, tokens = tuple(made), "_".join(filter(None, (self.name, "generate", name))), (prompts.key,)
@@ -161,7 +166,7 @@ class Model:
         return Data(responses, kept, logprobs, self.name), Data(logprobs)
 
     def infer(
-        self, function: str, prompts: Data, responses: Data, *, output: str | None = None, current: bool = False
+        self, function: str, prompts: Data, *responses: Data, output: str | None = None, current: bool = False
     ) -> Data:
         """Records a forward pass without gradients.
 
@@ -173,9 +178,11 @@ class Model:
         if head != role.head:
             known = ", ".join(name for name, (of, _) in READOUTS.items() if of == role.head)
             raise UserError(f"{self.name}.infer({function!r}): a model with head {role.head!r} can infer {known}")
-        self.recorder.expect(f"{self.name}.infer", prompts, responses)
-        kept = responses.kept if function == LOGPROBS else ""
-        tokens, key = self.recorder.tokens_of(f"{self.name}.infer", prompts, (responses,)), output or function
+        if len(responses) != 1:
+            raise UserError(f"{self.name}.infer({function!r}) reads prompts and one key of responses")
+        self.recorder.expect(f"{self.name}.infer", prompts, *responses)
+        kept = responses[0].kept if function == LOGPROBS else ""
+        tokens, key = self.recorder.tokens_of(f"{self.name}.infer", prompts, responses), output or function
         turns = self.recorder.turns_of(tokens) if function == SCORES else ()
         rewards = (rewards_of(key) for key in tokens if function == SCORES and rewards_of(key) in self.recorder.shapes)
         if current and role.lr is None:
@@ -210,6 +217,8 @@ class Model:
         counted = self._number(function, "divisor", divisor, ("token", "row")) if isinstance(divisor, Data) else ""
         if not counted:
             _one_of(f"{self.name}.train(divisor={divisor!r})", divisor, DIVISORS)
+        if stop is not None and not (isinstance(stop, tuple) and [type(part) for part in stop] in STOP_TYPES):
+            raise UserError(f"{self.name}.train(stop={stop!r}): give the name of a logged sum and a limit, or None")
         is_lm = self.recorder.roles[self.name].head == "lm"
         if self.recorder.roles[self.name].lr is None:
             raise UserError(f"the workflow trains {self.name}, whose Role has no learning rate; give it lr=")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.faults.faults import AHEAD, OPTIONS, WORDS, killed
+from bench.rows import TIMED
 from tests import warm
 from tests.started import Started, num_iterations, outcome, slowest_s
 
@@ -23,7 +24,7 @@ def trained(ranks: int, *words) -> tuple[int | None, str, str]:
 
 def rows(run: Path) -> list[dict]:
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
-    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in found]
+    return [{name: value for name, value in row.items() if name not in TIMED} for row in found]
 
 
 def tensors(run: Path, iteration: int) -> list[bytes]:

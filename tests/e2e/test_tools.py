@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.rows import TIMED as OF_A_RUN
 from rlhf_spmd import embedded
 from rlhf_spmd.__main__ import main
 from tests import environments, warm
@@ -19,8 +20,7 @@ WORDS = ("--preset", "tools", "num_samples=1")
 SMALL = ("iterations=2", "rollout_batch=8", "mini_batch=32", "eval.num_prompts=32", "eval.every=2")
 # What depends on seconds: so do the rows that are drawn together, and with them the last bits of the sampler's
 # logprobs, which only the parity gate reads.
-TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "parity_max_abs", "parity_mean_abs")
-TIMED += ("answers", "tool_s", "tool_p95_s")
+TIMED = (*OF_A_RUN, "parity_max_abs", "parity_mean_abs", "answers", "tool_s", "tool_p95_s")
 
 
 OWN = Path(environments.__file__).with_name("of_tables.py")

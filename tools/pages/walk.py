@@ -55,7 +55,7 @@ TO_READ = (
     "rlhf_spmd/algorithms/advantages.py",
     "rlhf_spmd/algorithms/surrogates.py",
 )
-MOST_FILES, MOST_LINES = 12, 2300
+MOST_FILES, MOST_LINES = 12, 2350
 HEADING = f"""# One iteration
 
 The functions that lead from `main` to the places that a reader looks for, in the order in which they call each other;

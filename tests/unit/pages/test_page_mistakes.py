@@ -58,6 +58,26 @@ WRONG = {
         ('"surrogate": page.Metric("policy", "loss", "{:+8.4f}")', '"surrogate": "loss"'),
         ["METRICS.surrogate: ", "an instance of Metric", "it is 'loss'"],
     ),
+    "a part of a state": (
+        stateful("def read_state(", "def read_states("),
+        ["it has some of State, initial_state, read_state, after_iteration and not all of them"],
+    ),
+    "two responses for one reward": (
+        ('judge.infer("scores", prompts, responses', 'judge.infer("scores", prompts, responses, responses'),
+        ["judge.infer('scores') reads prompts and one key of responses"],
+    ),
+    "a negative temperature": (
+        ("policy.generate(prompts", "policy.generate(prompts, temperature=-1.0"),
+        ["policy.generate(temperature=-1.0): give a number of at least 0, or None"],
+    ),
+    "a stop without a limit": (
+        ("weights=weights)", "weights=weights, stop='loss')"),
+        ["policy.train(stop='loss'): give the name of a logged sum and a limit, or None"],
+    ),
+    "a module without functions": (
+        ('compute("token_weights"', 'compute("nosuch.token_weights"'),
+        ["nosuch.token_weights: functions are in advantages, group_advantages, surrogates"],
+    ),
     "a result that nothing reads": (
         (
             "    policy.train(",

@@ -15,6 +15,11 @@ from rlhf_spmd.plan.workload import ModelShape
 SIZES = {"num_heads": 10, "num_kv_heads": 5, "hidden_size": 30, "intermediate_size": 13, "num_layers": 4, "head_dim": 4}
 
 
+def test_scale():
+    assert Adapters(16, 32.0).scale == 2.0
+    assert Adapters(16, 32.0, rslora=True).scale == 8.0
+
+
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 @pytest.mark.parametrize("targets", [("q_proj", "down_proj"), Adapters(1, 1.0).targets])
 @pytest.mark.parametrize("shard", [Shard(), Shard(1, 2, 0, 1), Shard(0, 1, 2, 3), Shard(1, 2, 1, 2)], ids=str)

@@ -17,6 +17,7 @@ from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run import run_text
+from rlhf_spmd.runtime.run.prepare import Prepared
 from rlhf_spmd.strategies import flattening, interleaving1, separation
 from tests.programs import make_workload, place_calls
 from tests.runs import OneRank, compiled
@@ -123,7 +124,7 @@ def test_the_hash_is_that_of_hashes_in_order():
 def test_the_heading_says_when_streaming_has_nothing_to_overlap(place, words, says, tmp_path):
     config = presets.load("tiny", ["rollout_batch=16", *words])
     prompts = PromptSet(TokenRows.of([[1]]), TextRows.of(["a"]))
-    about = {"world": OneRank(), "products": None, "scorer": None, "evaluation": None}
+    about = {"world": OneRank(), "scorer": None}
     job = SimpleNamespace(config=config, program=compiled(config, 4, place), prompts=prompts, **about)
-    said = run_text.facts(job, RunFolder(tmp_path)).get("streaming")
+    said = run_text.facts(Prepared(job, None, {}, ()), RunFolder(tmp_path)).get("streaming")
     assert said is None if says is None else says in said
