@@ -180,8 +180,7 @@ def published_bars(rows: Sequence[Mapping], path: Path) -> Path:
     picture = Picture()
     picture.title(
         "ReaL's figure of throughput: published, and forecast",
-        "PFLOP/s of all GPUs. Left bar of each pair: published; right bar, hatched: forecast by constants fitted to 16 "
-        "rows of the first panel.",
+        "PFLOP/s of all GPUs by actor and critic, GPUs, new tokens. Left of each pair: published; hatched: forecast.",
     )
     systems = ("DeepSpeedChat", "OpenRLHF", "ReaL-Heuristic", "ReaL")
     titles = {
@@ -197,7 +196,7 @@ def published_bars(rows: Sequence[Mapping], path: Path) -> Path:
         )
 
         def part(area: Area) -> None:
-            axes = area.axes(0.75, 0.5, 8.3, 1.75)
+            axes = area.axes(0.6, 0.35, 6.75, 1.6)
             for row in of_case:
                 setting = settings.index((row["gen_len"], row["actor_b"], row["critic_b"], row["n_gpus"]))
                 system = systems.index(row["system"])
@@ -206,9 +205,10 @@ def published_bars(rows: Sequence[Mapping], path: Path) -> Path:
                 axes.bar(left, published, 0.09, color=SYSTEMS[system])
                 forecast = published * float(row["sec_per_iter"]) / row["forecast_s"]
                 axes.bar(left + 0.09, forecast, 0.09, color="white", edgecolor=SYSTEMS[system], hatch="////", lw=0.6)
-            labels = [f"{actor}B, {critic}B\n{gpus} GPUs\n{tokens} tokens" for tokens, actor, critic, gpus in settings]
+            labels = [f"{actor}B, {critic}B\n{gpus} GPUs\n{tokens}" for tokens, actor, critic, gpus in settings]
             plain(axes, xlabel="", ylabel="PFLOP/s")
-            axes.set_xticks(range(len(settings)), labels, fontsize=SMALL - 2)
+            axes.set_xticks(range(len(settings)), labels, fontsize=SMALL - 3)
+            axes.set_xlim(-0.6, len(settings) - 0.4)
             axes.set_title(titles[case], fontsize=SMALL, loc="left", color=INK)
             bars = [Patch(color=SYSTEMS[index], label=name) for index, name in enumerate(systems)]
             axes.legend(handles=bars, fontsize=SMALL - 1, frameon=False, ncols=4, loc="upper right", labelcolor=INK)
@@ -216,7 +216,7 @@ def published_bars(rows: Sequence[Mapping], path: Path) -> Path:
         return part
 
     for case in titles:
-        picture.add(2.5, panel(case))
+        picture.add(2.6, panel(case))
     picture.save(path)
     return path
 
