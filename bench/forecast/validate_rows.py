@@ -12,6 +12,7 @@ from rlhf_spmd.plan.workload import ModelShape, Workload
 
 DATA = Path(__file__).parents[1] / "data"
 ROWS = DATA / "realhf_v1_scale_actor.csv"
+REST = DATA / "realhf_v1_rest.csv"  # the other two thirds of the figure, to which nothing is fitted
 SHAPES = {  # billions of parameters -> LLaMA-2 and CodeLLaMA as ReaL counts them (vocabulary 32,000, full heads)
     "7": ModelShape(32, 4096, 11008, 32, 32, 128, 32000),
     "13": ModelShape(40, 5120, 13824, 40, 40, 128, 32000),
@@ -19,8 +20,18 @@ SHAPES = {  # billions of parameters -> LLaMA-2 and CodeLLaMA as ReaL counts the
     "70": ModelShape(80, 8192, 28672, 64, 64, 128, 32000),
 }
 MODELS = {"actor": "actor_b", "critic": "critic_b", "reference": "ref_b", "reward": "reward_b"}  # their columns
-COLUMNS = (*MODELS.values(), "prompt_len", "gen_len", "batch", "n_gpus", "system", "sec_per_iter")
-SETTING = tuple(name for name in COLUMNS if name not in ("system", "sec_per_iter"))  # the rest of a row
+COLUMNS = (
+    "case",
+    *MODELS.values(),
+    "prompt_len",
+    "gen_len",
+    "batch",
+    "n_gpus",
+    "system",
+    "sec_per_iter",
+    "pflops_per_s",
+)
+SETTING = COLUMNS[:-3]  # what the systems have in common
 DEVICE = "a100-80g"
 MINI_BATCHES, DEVICES = 4, 8  # of an iteration, of a node
 HELD_OUT = "384"  # new tokens of the rows to which nothing is fitted
@@ -55,7 +66,7 @@ def cluster_of(row: Mapping[str, str]) -> Cluster:
     return Cluster.parse(f"{int(row['n_gpus']) // DEVICES}x{DEVICES}", DEVICE).reserving({DEVICE: 0.0})
 
 
-def read_rows() -> list[dict[str, str]]:
+def read_rows(path: Path = ROWS) -> list[dict[str, str]]:
     """Reads the published rows that were measured."""
-    with ROWS.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8", newline="") as file:
         return [row for row in csv.DictReader(file) if row["sec_per_iter"] != "NA"]

@@ -13,7 +13,7 @@ from rlhf_spmd.__main__ import main as run
 from tools.pictures import lag_plots, planner_plots, plots
 
 DRAWN_FROM = RESULTS / "pictures.json"
-ROWS = ("scan", "validate", "lag")
+ROWS = ("scan", "validate", "validate_rest", "lag")
 MAPS = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
 MAP_COMMAND = ("draw", *MAPS, "--layout", "1x8", "--only", "map", "--overwrite", "--out")
 
@@ -26,6 +26,7 @@ def draw(folder: Path = RESULTS) -> list[Path]:
     return [
         maps,
         plots.published(rows["validate"], folder / "validate.png"),
+        plots.published_bars([*rows["validate"], *rows["validate_rest"]], folder / "validate_bars.png"),
         lag_plots.lag_picture(rows["lag"], folder / "lag.png"),
         planner_plots.behind(rows["scan"], folder / "separation_behind.png"),
         *plots.draw(rows["scan"], folder),

@@ -7,6 +7,7 @@ from itertools import cycle
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.rows import RESULTS, STRATEGIES, TIMELINES
@@ -170,6 +171,52 @@ def published(rows: Sequence[Mapping], path: Path) -> Path:
         )  # fmt: skip
 
     picture.add(4.25, part)
+    picture.save(path)
+    return path
+
+
+def published_bars(rows: Sequence[Mapping], path: Path) -> Path:
+    """Draws ReaL's figure of throughput: for each case and system a bar as published, and beside it the forecast."""
+    picture = Picture()
+    picture.title(
+        "ReaL's figure of throughput: published, and forecast",
+        "PFLOP/s of all GPUs by actor and critic, GPUs, new tokens. Left of each pair: published; hatched: forecast.",
+    )
+    systems = ("DeepSpeedChat", "OpenRLHF", "ReaL-Heuristic", "ReaL")
+    titles = {
+        "scale_actor": "a growing actor, critic of 7B",
+        "scale_critic": "an actor of 7B, growing critic",
+        "scale_both": "four equal models",
+    }
+
+    def panel(case: str) -> Callable[[Area], None]:
+        of_case = [row for row in rows if row["case"] == case]
+        settings = list(
+            dict.fromkeys((row["gen_len"], row["actor_b"], row["critic_b"], row["n_gpus"]) for row in of_case)
+        )
+
+        def part(area: Area) -> None:
+            axes = area.axes(0.6, 0.35, 6.75, 1.6)
+            for row in of_case:
+                setting = settings.index((row["gen_len"], row["actor_b"], row["critic_b"], row["n_gpus"]))
+                system = systems.index(row["system"])
+                published = float(row["pflops_per_s"])
+                left = setting + 0.21 * system - 0.4
+                axes.bar(left, published, 0.09, color=SYSTEMS[system])
+                forecast = published * float(row["sec_per_iter"]) / row["forecast_s"]
+                axes.bar(left + 0.09, forecast, 0.09, color="white", edgecolor=SYSTEMS[system], hatch="////", lw=0.6)
+            labels = [f"{actor}B, {critic}B\n{gpus} GPUs\n{tokens}" for tokens, actor, critic, gpus in settings]
+            plain(axes, xlabel="", ylabel="PFLOP/s")
+            axes.set_xticks(range(len(settings)), labels, fontsize=SMALL - 3)
+            axes.set_xlim(-0.6, len(settings) - 0.4)
+            axes.set_title(titles[case], fontsize=SMALL, loc="left", color=INK)
+            bars = [Patch(color=SYSTEMS[index], label=name) for index, name in enumerate(systems)]
+            axes.legend(handles=bars, fontsize=SMALL - 1, frameon=False, ncols=4, loc="upper right", labelcolor=INK)
+
+        return part
+
+    for case in titles:
+        picture.add(2.6, panel(case))
     picture.save(path)
     return path
 

@@ -1,13 +1,14 @@
 """Published measurements against forecasts: the systems as placements, what is summed up."""
 
+import hashlib
 from dataclasses import replace
 
 import pytest
 
 from bench.forecast.scan import phase_s
 from bench.forecast.validate import judged
-from bench.forecast.validate_rows import COLUMNS, DATA, cluster_of, read_rows, workload_of
-from bench.forecast.validate_systems import HOST_ADAM, SYSTEMS, Plan, fastest, fits, simulated
+from bench.forecast.validate_rows import COLUMNS, DATA, REST, cluster_of, read_rows, workload_of
+from bench.forecast.validate_systems import EAGER_LAYER_S, HOST_ADAM, SYSTEMS, USABLE, Plan, fastest, fits, simulated
 from bench.rows import RESULTS
 from bench.rows import read_rows as read_jsonl
 from rlhf_spmd.machines.calibration_file import read_calibration
@@ -30,6 +31,17 @@ def plans_of(row: dict[str, str]) -> tuple[list[Plan], list]:
     workload = system.sized(workload_of(row), cluster)
     plans = list(system.plans(workload, cluster))
     return plans, [compile_program(workload, plan.placement, cluster) for plan in plans]
+
+
+def test_no_constant_was_chosen_with_the_unseen_rows_in_sight():
+    """Who changes a constant or an assumption writes both forecasts of these rows into RESULTS, and changes this."""
+    constants = (DATA / "real_v1.json").read_bytes() + repr((USABLE, HOST_ADAM, EAGER_LAYER_S)).encode()
+    assert hashlib.sha256(constants).hexdigest() == "4f79acc3bbd583c6591afdb43930b9bd6b214e792f80228b8e5792fbb9941216"
+    unseen = read_rows(REST)
+    assert len(unseen) == 91 and {row["case"] for row in unseen} == {"scale_critic", "scale_both"}
+    row = next(row for row in unseen if row["system"] == "ReaL-Heuristic" and row["critic_b"] == "13")
+    forecast = judged(row, CALIBRATION, [])
+    assert forecast["seconds_are"] == "unseen" and forecast["error"] == pytest.approx(0.0, abs=0.3)
 
 
 @pytest.mark.parametrize(("actor", "gen_len"), [("7", "128"), ("34", "384")])
