@@ -44,6 +44,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/measure/rows.jsonl"), help="file of rows, added to")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of all cells")
     parsed = parser.parse_args(arguments)
+    if not parsed.out.suffix:  # the runs lie in a folder of its name without it
+        parser.error(f"--out {parsed.out}: give FILE.jsonl")
     Cluster.parse(parsed.layout)
     loaded = {preset: load(preset, parsed.overrides, algorithm=parsed.algorithm) for preset in parsed.preset}
     parsed.out.parent.mkdir(parents=True, exist_ok=True)
@@ -61,15 +63,16 @@ def main(arguments: list[str]) -> int:
 
 def measure(cell: dict[str, Any], config: Config, parsed: argparse.Namespace) -> dict[str, Any]:
     """Runs a cell. Returns its numbers, or why there are none."""
-    folder = parsed.out.parent
+    folder = parsed.out.with_suffix("")  # of these rows alone: the jobs of other layouts write beside it
+    folder.mkdir(parents=True, exist_ok=True)
     prompts = folder / "prompts.txt"
     prompts.write_text((TEXT + "\n") * config.rollout_batch, encoding="utf-8")
     options = chosen_options(cell)
     words = [
         *("--algorithm", cell["algorithm"], "--preset", cell["preset"], "--strategy", cell["strategy"]),
-        *("--random-weights", "--json", "--runs", str(folder / "runs")),
+        *("--random-weights", "--json", "--runs", str(folder)),
         *(["--calibration", parsed.calibration] if parsed.calibration else []),
-        *(f"strategy.{name}={str(value).lower()}" for name, value in options.items()),
+        *(f"strategy.{name}={option_text(value)}" for name, value in options.items()),
         *(f"data.prompts={prompts}", "data.long_prompts=truncate"),
         f"generation.min_new_tokens={config.generation.max_new_tokens}",
         *(f"iterations={parsed.warmup + parsed.iterations}", "checkpoint.every=0", "num_samples=0"),
@@ -100,6 +103,11 @@ def numbers_of(run: Path, config: Config, warmup: int) -> dict[str, Any]:
     numbers["calibration"], numbers["why_no_forecast"] = compared["calibration"], compared["why_not"]
     numbers["calls"] = {row.pop("call"): row for row in compared["rows"]}
     return numbers | {"forecast_s": numbers["calls"]["iteration"]["forecast_s"]}
+
+
+def option_text(value: Any) -> str:
+    """Returns the value of an option as the command line takes it."""
+    return ",".join(value) if isinstance(value, list) else str(value).lower()
 
 
 def chosen_options(cell: dict[str, Any]) -> dict[str, Any]:

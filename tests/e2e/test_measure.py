@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from bench.rows import read_rows
-from bench.speed.measure import main
+from bench.rows import RESULTS, read_rows
+from bench.speed.measure import main, option_text
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.pages.strategy import load_strategy
 
 SMALL = ("rollout_batch=4", "mini_batch=4", "micro_batch=2", "data.max_prompt=16", "generation.max_new_tokens=8")
 CELL = ("--layout", "1x2", "--preset", "llama-15m", "--iterations", "2", "--warmup", "1")
@@ -16,6 +18,17 @@ def measured(out, *strategies: str) -> list[dict]:
     return read_rows(out)
 
 
+def test_the_options_of_the_scan_are_read_as_they_are():
+    for row in read_rows(RESULTS / "scan.jsonl"):
+        if row["strategy"] == "planner":
+            continue
+        words = [f"strategy.{name}={option_text(value)}" for name, value in row["options"].items()]
+        options = load_strategy(row["strategy"]).typed(load(row["preset"], words).strategy)
+        assert {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()} == row[
+            "options"
+        ]
+
+
 def test_a_row_a_cell(tmp_path, capsys):
     out = tmp_path / "measure" / "rows.jsonl"
     rows = measured(out, "flattening", "heterogeneous")
@@ -23,7 +36,7 @@ def test_a_row_a_cell(tmp_path, capsys):
     assert good["samples_per_s"] == pytest.approx(4 / good["iteration_s"]) and not good["why_not"]
     assert good["tflops"] > 0 and good["peak_bytes"] > 2**28 and good["calls"]["actor_train"]["measured_s"] > 0
     assert refused["iteration_s"] is None and "heterogeneous" in refused["why_not"] and not refused["out_of_memory"]
-    run = next((tmp_path / "measure" / "runs").glob("*-flattening"))
+    run = next((tmp_path / "measure" / "rows").glob("*-flattening"))
     assert all(row["response_length"] == 8 for row in read_rows(run / "metrics.jsonl"))
     assert not [path for path in run.rglob("*.safetensors")]  # no weights are kept
     assert measured(out, "flattening", "heterogeneous") == rows  # nothing is measured twice
@@ -35,5 +48,5 @@ def test_a_row_a_cell(tmp_path, capsys):
 def test_the_same_model_under_each_strategy(tmp_path):
     out = tmp_path / "rows.jsonl"
     assert all(not row["why_not"] for row in measured(out, "flattening", "separation", "reallocation"))
-    runs = [read_rows(path) for path in (tmp_path / "runs").glob("*/metrics.jsonl")]
+    runs = [read_rows(path) for path in (tmp_path / "rows").glob("*/metrics.jsonl")]
     assert len(runs) == 3 and len({tuple(row["tokens_sha256"] for row in run) for run in runs}) == 1

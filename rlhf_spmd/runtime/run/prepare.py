@@ -90,12 +90,7 @@ def prepare(
         if evaluation is not None:
             held_out = once_per_node(world, lambda: read_prompts(of_evaluation, tokenizer, known, eos_ids))
             check_context(of_evaluation, model, "eval.max_new_tokens")
-            if (num := evaluation.workload.rollout_batch) > len(held_out):
-                raise UserError(
-                    f"eval.prompts={config.eval.prompts}: {num - len(held_out)} of its rows have nothing to evaluate "
-                    "(conversations without an answer, pairs that are equal once they are cut); remove them"
-                )
-            check_best(config, held_out, evaluation.workload.rollout_batch)
+            _check_held_out(config, held_out, evaluation.workload.rollout_batch)
     shapes = program.workload.models.values()
     library, note = choose(world, config, shapes, products)
     with world.together("loading models"):
@@ -146,6 +141,20 @@ def prepare(
             stream=random_streams.EVALUATION,
         )
     return Prepared(job, job_of_evaluation, asdict(library) if library else {}, notes)
+
+
+def _check_held_out(config: Config, prompts: PromptSet, num: int) -> None:
+    """Raises UserError for prompts of evaluations of which some have nothing to evaluate, or that lack the source which
+    checkpoint.best names.
+
+    num: rows of the files.
+    """
+    if num > len(prompts):
+        raise UserError(
+            f"eval.prompts={config.eval.prompts}: {num - len(prompts)} of its rows have nothing to evaluate "
+            "(conversations without an answer, pairs that are equal once they are cut); remove them"
+        )
+    check_best(config, prompts, num)
 
 
 def _ends_of_answers(environments: RunEnvironments | None, config: Config, prompts: PromptSet) -> list[str]:

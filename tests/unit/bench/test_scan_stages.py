@@ -1,7 +1,5 @@
 """Forecasts of the stages that generate nothing: rows against what they are made of, and the part of a suite."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from bench.cells import grouped, number
@@ -13,26 +11,13 @@ from bench.forecast.suites import STAGES, SUITES
 from bench.tables import markdown
 from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.workload import SHAPES
+from tests.unit.bench.test_own_ideas import words
 
 ZERO3 = "zero3"
 WORK = {"sft": 2048, "reward_model": 1024, "dpo": 1024}  # tokens of a sequence
 PLACE = ("algorithm", "preset", "layout", "calibration")
 FACTOR = "zero3[iteration_s] / planner[iteration_s]"
 CASES = SUITES["stages"].cases
-NOTHING = {
-    "calibration": None,
-    "device_type": None,
-    "preset": None,
-    "layout": None,
-    "algorithm": None,
-    "strategy": [],
-    "csv": None,
-    "overrides": [],
-}
-
-
-def words(**given) -> SimpleNamespace:
-    return SimpleNamespace(**(NOTHING | given))
 
 
 def rows_of(algorithm: str, *strategies: str, preset: str = "llama-7b", layout: str = "1x8") -> list[dict]:
