@@ -27,6 +27,8 @@ class Placement:
     in_flight: mini-batches that a rank may have sent ahead, or be ready to receive, while streaming.
     decode_mini_batches: mini-batches whose rows a replica decodes at once while streaming. A step of few rows is hardly
         cheaper than one of many, but the first mini-batch ends later among many.
+    chain: an iteration begins on each rank when that rank can, not when all have ended the one before, unless that is
+        asked for (see `chains`); models whose new weights others wait for train first (program/chain.py).
     ahead: 1: the next batch is drawn while one trains, with weights that are one iteration old (program/ahead.py).
         Calls before training then run on whole batches. 0: every batch is drawn with the newest weights.
     """
@@ -37,6 +39,7 @@ class Placement:
     stream: bool = False
     in_flight: int = 2
     decode_mini_batches: int = DECODE_MINI_BATCHES
+    chain: bool = False
     ahead: int = 0
 
     def __post_init__(self) -> None:
@@ -96,6 +99,7 @@ class Placement:
         in_flight: int,
         decode_mini_batches: int = DECODE_MINI_BATCHES,
         stream: bool = True,
+        chain: bool = False,
         ahead: int = 0,
     ) -> "Placement":
         """Places training in one layout, with inferences that use the weights with which it begins; all other calls on
@@ -103,7 +107,7 @@ class Placement:
 
         ratios: share of these ranks for each model; without any, each model has ranks of its own where there are enough
             of them, generation the most.
-        in_flight, decode_mini_batches, stream, ahead: fields of the placement.
+        in_flight, decode_mini_batches, stream, chain, ahead: fields of the placement.
         """
         before = [call for call in workload.workflow.placed_calls if not trains(call, workload.workflow)]
         if not before:
@@ -126,12 +130,18 @@ class Placement:
                 layouts[call.name] = Layout.data_parallel(share[call.model], **limits)
             else:
                 layouts[call.name] = generation.on(share[call.model])
-        return cls(layouts, stream=stream, in_flight=in_flight, decode_mini_batches=decode_mini_batches, ahead=ahead)
+        streams = {"stream": stream, "in_flight": in_flight, "decode_mini_batches": decode_mini_batches}
+        return cls(layouts, **streams, chain=chain, ahead=ahead)
 
     def streams(self, workload: Workload) -> bool:
         """Returns whether an iteration streams: the placement asks for it, no batch is drawn ahead, and no call needs
         the whole batch before the weights change."""
         return self.stream and not self.ahead and not any(map(workload.needs_batch, workload.workflow.calls))
+
+    def chains(self, workload: Workload) -> bool:
+        """Returns whether an iteration may begin before all ranks have ended the one before: the placement asks for
+        it, no batch is drawn ahead, and not every iteration ends with something that needs all ranks."""
+        return self.chain and not self.ahead and workload.may_chain and bool(workload.workflow.train_calls)
 
     def unit(self, call: str) -> tuple[str, ...]:
         """Returns the calls that exchange together with a call, itself included."""

@@ -23,10 +23,13 @@ class Forecast:
 
     program: Program
     times: tuple[tuple[tuple[float, float], ...], ...]
+    period_s: float | None = None  # in a chain: seconds from one iteration to the next
 
     @property
     def makespan_s(self) -> float:
-        """Seconds of one iteration."""
+        """Seconds of one iteration; in a chain those by which a further one makes it longer."""
+        if self.period_s is not None:
+            return self.period_s
         return max((times[-1][1] for times in self.times if times), default=0.0)
 
 

@@ -9,16 +9,21 @@ By NCCL a rank that only receives rows posts them when it has a notice of their 
 it waits for the rows. Before that it posts, in the order of their senders, what else it knows to come. So all ranks
 still post in the order of emission. Weights are posted where they are waited for; so are, by NCCL, rows that are drawn
 for the next step, at the end of this one.
+
+In a chain of iterations (chain.py) new weights leave when their model has trained, and copies wait for them in the next
+iteration. So the model that is used first trains first, and others that train on its ranks after it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from rlhf_spmd.plan.calls import Call, Compute, Train, is_gate, trains
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import COLLECTIVES, HOST, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
 from rlhf_spmd.plan.program.ahead import with_gates
+from rlhf_spmd.plan.program.chain import order_of_training, place_delayed, returns_early
 from rlhf_spmd.plan.program.instructions import (
     Agree,
     Instruction,
@@ -73,6 +78,7 @@ class _Compiler:
     given: set[tuple[int, Post | Wait]] = field(default_factory=set)  # rank, instruction
     notices: dict[int, int] = field(default_factory=dict)  # transfer -> that of its notice
     due: dict[int, list[int]] = field(default_factory=dict)  # rank -> transfers to post once it has their notices
+    delayed: list[int] = field(default_factory=list)  # transfers of weights that copies wait for in the next iteration
 
     def emit(self) -> None:
         """Writes the instruction lists."""
@@ -100,7 +106,7 @@ class _Compiler:
         if any(transfer.communicator == HOST for transfer in self.transfers):
             self._group(self.cluster.ranks, HOST)
 
-        trains = [call for call in self.workload.workflow.calls if isinstance(call, Train)]
+        trains, later = order_of_training(self.workload, self.placement)
         for ahead in range(min(self.placement.in_flight, num) if streams else 0):
             self._receive_early(ahead)
         for piece in pieces:
@@ -115,13 +121,21 @@ class _Compiler:
             for call in trains:  # model by model: the first one's weights travel while the second one trains
                 for mini_batch in range(num):
                     self._emit_train(call, epoch, mini_batch, after_training)
+        for call in later:
+            for epoch, mini_batch in product(range(self.workload.epochs), range(num)):
+                self._emit_train(call, epoch, mini_batch, after_training)
         for number, transfer in enumerate(self.transfers):  # senders keep their buffers until here
             for rank in transfer.ranks:
-                self._post(rank, number)  # weights between GPUs; all else has been posted
-                self._once(rank, Wait(number))
+                if number not in self.delayed:
+                    self._post(rank, number)  # weights between GPUs; all else has been posted
+                    self._once(rank, Wait(number))
         self._emit_offloads()
-        for instructions in self.instructions:
-            instructions.append(Agree("metrics"))
+        for rank, instructions in enumerate(self.instructions):
+            if self.placement.chains(self.workload):
+                delayed = [(number, self.transfers[number]) for number in self.delayed]
+                place_delayed(instructions, rank, delayed, self.workload)
+            else:
+                instructions.append(Agree("metrics"))
 
     def _units(self) -> list[tuple[Call, ...]]:
         """Returns the calls before training; those that exchange together form one unit."""
@@ -253,9 +267,10 @@ class _Compiler:
                 if rank not in sending and not by_nccl:
                     self._post(rank, number)
 
-    def _emit_train(self, call: Call, epoch: int, mini_batch: int, after_training: dict[str, int]) -> None:
+    def _emit_train(self, call: Train, epoch: int, mini_batch: int, after_training: dict[str, int]) -> None:
         """Emits one optimizer step. After a model's last one, its weights are sent, unless by NCCL: then they are sent
-        at the end, because a receive would occupy a part of a GPU that trains the next model."""
+        at the end, because a receive would occupy a part of a GPU that trains the next model. In a chain, where no such
+        rank trains another model, they are sent at once, and the ranks that only receive wait in the next iteration."""
         layout = self.placement.layouts[call.name]
         piece = mini_batch if self.placement.streams(self.workload) else None
         for rank, moves in self._arriving((call.name,)).items():
@@ -266,8 +281,16 @@ class _Compiler:
         for rank in layout.ranks:
             self.instructions[rank].append(run)
         last = (epoch, mini_batch) == (self.workload.epochs - 1, self.workload.num_mini_batches - 1)
-        if last and call.name in after_training and not has_gpus(self.cluster):
-            number = after_training[call.name]
+        if not last or call.name not in after_training:
+            return
+        number = after_training[call.name]
+        if returns_early(self.transfers[number], call, self.workload, self.placement):
+            self.delayed.append(number)
+            for rank in layout.ranks:
+                if rank in self.transfers[number].ranks:
+                    self._post(rank, number)
+                    self._once(rank, Wait(number))
+        elif not has_gpus(self.cluster):
             for rank in self.transfers[number].ranks:
                 self._once(rank, Post(number))
 

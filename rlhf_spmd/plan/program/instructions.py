@@ -48,6 +48,7 @@ class Run:
     columns: range | None = None  # None: all columns that this rank has in the layout
     phase: str = ""  # of a pipeline: begin | forward, backward of a micro-batch | update; begin | token, drawn | end
     micro_batch: int | None = None  # in generation the token
+    iteration: int = 0  # in a list of several iterations (chain.py)
 
     def __str__(self) -> str:
         where = f" {self.phase}" if self.phase else ""
@@ -62,6 +63,7 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class _OfTransfer:
     transfer: int
+    delay: int = field(default=0, compare=False)  # 1: of the iteration before (chain.py)
 
     def __str__(self) -> str:
         return f"{type(self).__name__} transfer {self.transfer}"
@@ -102,6 +104,7 @@ class Offload(_OfModel):
 @dataclass(frozen=True, slots=True)
 class Agree:
     what: str
+    delay: int = field(default=0, compare=False)  # 1: on the iteration before, without waiting for anybody
 
     def __str__(self) -> str:
         return f"Agree on {self.what}"
@@ -198,6 +201,11 @@ class Program:
         """Hash of everything that ranks must agree on before the first collective. It names no class, so that a run
         goes on with a later version."""
         return hashlib.sha256(stable_text(self, INSTRUCTIONS).encode()).hexdigest()[:16]
+
+    @property
+    def chains(self) -> bool:
+        """Whether iterations follow one another without a meeting (chain.py)."""
+        return self.placement.chains(self.workload)
 
     def layout_of(self, run: Run) -> Layout:
         """Returns the layout of a Run; a rank may run a compute once for each consumer, on other columns."""
