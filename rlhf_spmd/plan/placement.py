@@ -130,8 +130,7 @@ class Placement:
                 layouts[call.name] = Layout.data_parallel(share[call.model], **limits)
             else:
                 layouts[call.name] = generation.on(share[call.model])
-        streams = {"stream": stream, "in_flight": in_flight, "decode_mini_batches": decode_mini_batches}
-        return cls(layouts, **streams, chain=chain, ahead=ahead)
+        return cls(layouts, (), (), stream, in_flight, decode_mini_batches, chain, ahead)
 
     def streams(self, workload: Workload) -> bool:
         """Returns whether an iteration streams: the placement asks for it, no batch is drawn ahead, and no call needs
