@@ -12,11 +12,10 @@ from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.execute.executor import Executor, next_state
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.execute.response_hashes import reported_columns
-from rlhf_spmd.runtime.run.loop import update
 from rlhf_spmd.runtime.run.metrics import summarize
 from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
 from rlhf_spmd.runtime.world.devices import RankDevice
@@ -116,10 +115,14 @@ class RunOf:
         """Runs one iteration and returns its metrics."""
         self.data, self.meter = make_iteration(self.job, self.number), StepMeter()
         self.data.meter = self.meter
-        answers = self.executor.iteration(self.data)
+        if self.program.chains:  # drained after each
+            self.executor.iteration(None, self.data)
+            answers = self.executor.iteration(self.data, None)
+        else:
+            answers = self.executor.iteration(self.data)
         self.responses.append(self._responses())
-        metrics = summarize(self.job, answers)
-        update(self.job, answers)
+        metrics = summarize(self.job, answers, self.state.of_algorithm)
+        self.state.of_algorithm = next_state(self.job, self.state.of_algorithm, answers)
         self.number += 1
         return metrics
 

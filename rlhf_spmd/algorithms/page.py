@@ -12,6 +12,8 @@ A page is a module with
     SAMPLES_PER_PROMPT    optional: the default of samples_per_prompt, if not 1
     State, initial_state, read_state, after_iteration   optional: what changes between iterations; the last one has the
                           parameters state, options, means, weights and num_sequences
+    STATE_SUMS            optional: the sums that after_iteration reads, if all are of computes; then an iteration need
+                          not wait for the training of the one before (strategy.chain)
     refused               optional: why options make no sense for a model whose responses cannot end early
     problem               optional: why options make no sense together, or with rollout_batch, samples_per_prompt,
                           mini_batch or max_new_tokens, if it has such a parameter

@@ -128,6 +128,9 @@ class State:
     value_moments: RunningMoments = RunningMoments()
 
 
+STATE_SUMS = ("kl", "used_score", "used_score_sq", "used_return", "used_return_sq")  # that after_iteration reads
+
+
 def initial_state(options: Options) -> State:
     """Returns the state before the first iteration."""
     return State(options.kl_coef)

@@ -171,6 +171,11 @@ class Algorithm:
 
     # ---- what changes between iterations ----------------------------------------------------------------------------
 
+    @property
+    def state_sums(self) -> tuple[str, ...]:
+        """The sums of computes from which the state follows; empty: the page does not say so."""
+        return tuple(getattr(self.module, "STATE_SUMS", ()))
+
     def initial_state(self, options: page.Options) -> Any:
         """Returns the state before the first iteration; None where nothing changes."""
         return self._state_by("initial_state", options=options)

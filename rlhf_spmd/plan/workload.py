@@ -170,6 +170,7 @@ class Workload:
     adds_adapters: bool = False  # whether models with adapters generate with copies of their weights that have them
     answers: Answers | None = field(default=None, repr=False)  # forecast ones; None: responses have one turn
     may_chain: bool = True  # whether some iteration ends with nothing that needs all ranks, such as a checkpoint
+    state_sums: tuple[str, ...] = ()  # of computes, from which the state of the next iteration follows
 
     @property
     def num_sequences(self) -> int:

@@ -17,8 +17,8 @@ from rlhf_spmd.plan.calls import ModelCall, trains
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.runtime.execute.executor import Executor
-from rlhf_spmd.runtime.run.loop import Loop, update
+from rlhf_spmd.runtime.execute.executor import Executor, next_state
+from rlhf_spmd.runtime.run.loop import Loop
 from rlhf_spmd.runtime.run.metrics import summarize
 from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.strategies import separation
@@ -115,8 +115,8 @@ class Ahead(RunOf):
         self.data = self.loop.begin(self.number)
         answers = self.loop.executor.iteration(self.data, self.loop.in_flight)
         self.responses.append(self._responses())
-        self.history.append(summarize(self.job, answers))
-        update(self.job, answers)
+        self.history.append(summarize(self.job, answers, self.state.of_algorithm))
+        self.state.of_algorithm = next_state(self.job, self.state.of_algorithm, answers)
         self.number += 1
         return self.history[-1]
 

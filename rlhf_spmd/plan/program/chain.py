@@ -17,9 +17,9 @@ the numbers are the same.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from rlhf_spmd.plan.calls import Train
-from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.calls import Compute, Train
+from rlhf_spmd.plan.placement import Placement, ranks_of
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Transfer, Wait, delay_of
 from rlhf_spmd.plan.workload import Workload
 
 
@@ -77,6 +77,25 @@ def place_delayed(
     instructions.insert(place, Agree("metrics", delay=1))
 
 
+def place_state(instructions: list[Instruction], rank: int, workload: Workload, placement: Placement) -> None:
+    """Inserts into the list of a rank where it agrees on the state of the next iteration, if its functions read that:
+    behind its last compute, or before it trains."""
+    workflow = workload.workflow
+    readers = [call for call in workflow.calls if isinstance(call, Compute | Train)]
+    ranks = {
+        one
+        for call in readers
+        for site in placement.sites(call, workflow)
+        for one in ranks_of(call, placement.layouts[site])
+    }
+    if not workload.state_sums or rank not in ranks:
+        return
+    computes, trains = ({call.name for call in calls} for calls in (workflow.computes, workflow.train_calls))
+    runs = [(i, step.call) for i, step in enumerate(instructions) if isinstance(step, Run)]
+    behind, before = [i + 1 for i, name in runs if name in computes], [i for i, name in runs if name in trains]
+    instructions.insert(behind[-1] if behind else before[0], Agree("state", tuple(sorted(ranks))))
+
+
 def unrolled(program: Program, num: int) -> Program:
     """Returns the program of some iterations in a row, at the end of which the chain is drained."""
     size = len(program.transfers)
@@ -88,11 +107,13 @@ def _in_a_row(instructions: Sequence[Instruction], num: int, size: int) -> Itera
     """Yields what a rank executes in so many iterations, of which each has `size` transfers."""
     for step in range(num + 1):
         for instruction in instructions:
-            iteration = step - getattr(instruction, "delay", 0)
+            iteration = step - delay_of(instruction)
             if not 0 <= iteration < num:
                 continue
             if isinstance(instruction, Agree):
-                if iteration == num - 1:
+                if not instruction.delay:
+                    yield replace(instruction, what=f"{instruction.what} after iteration {iteration}")
+                elif iteration == num - 1:
                     yield Agree(instruction.what)
             elif isinstance(instruction, Run):
                 yield replace(instruction, iteration=iteration)

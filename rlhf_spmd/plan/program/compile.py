@@ -23,7 +23,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import COLLECTIVES, HOST, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
 from rlhf_spmd.plan.program.ahead import with_gates
-from rlhf_spmd.plan.program.chain import order_of_training, place_delayed, returns_early
+from rlhf_spmd.plan.program.chain import order_of_training, place_delayed, place_state, returns_early
 from rlhf_spmd.plan.program.instructions import (
     Agree,
     Instruction,
@@ -134,6 +134,7 @@ class _Compiler:
             if self.placement.chains(self.workload):
                 delayed = [(number, self.transfers[number]) for number in self.delayed]
                 place_delayed(instructions, rank, delayed, self.workload)
+                place_state(instructions, rank, self.workload, self.placement)
             else:
                 instructions.append(Agree("metrics"))
 

@@ -8,7 +8,8 @@ Post      starts this rank's part of a transfer (its sends and receives) without
 Wait      blocks until this rank's part of a posted transfer is done, which needs the Posts of all peers. Weights move
           in buckets along chains of ranks: Post starts the first buckets, and all ranks of the chains meet at the Wait.
 Load      brings the weights of a frozen model from host memory to the device; Offload frees them there.
-Agree     is a control message among all ranks (MPI), at the end of an iteration.
+Agree     is a control message among all ranks (MPI), at the end of an iteration. In a chain of iterations (chain.py)
+          ranks do not wait for it, and some of them agree on the state of the next iteration where they can.
 
 A Run in a layout with stages (pp > 1) is one instruction here. Once the number of micro-batches (in generation: of
 tokens) is known, pipeline.py compiles it into a Run for each pass and the Posts and Waits between stages.
@@ -104,10 +105,16 @@ class Offload(_OfModel):
 @dataclass(frozen=True, slots=True)
 class Agree:
     what: str
+    ranks: tuple[int, ...] = ()  # that take part; empty: all
     delay: int = field(default=0, compare=False)  # 1: on the iteration before, without waiting for anybody
 
     def __str__(self) -> str:
         return f"Agree on {self.what}"
+
+
+def delay_of(instruction: "Instruction") -> int:
+    """Returns how many iterations before that of its list an instruction belongs to."""
+    return instruction.delay if isinstance(instruction, Post | Wait | Agree) else 0
 
 
 Instruction = Run | Post | Wait | Load | Offload | Agree
@@ -252,7 +259,7 @@ class Program:
         if isinstance(instruction, Run) and instruction.group is not None:
             return self.groups[instruction.group]
         if isinstance(instruction, Agree):
-            return tuple(range(len(self.instructions)))
+            return instruction.ranks or tuple(range(len(self.instructions)))
         if isinstance(instruction, Wait) and self.moves_weights(instruction):
             return self.transfers[instruction.transfer].ranks
         return (rank,)

@@ -1,7 +1,7 @@
 """Executes the instructions of a rank with torch: which handler computes a Run, and what ranks tell at the end."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlhf_spmd.runtime.execute.post_and_wait import Transfers
 from rlhf_spmd.runtime.execute.response_hashes import ROW, responses_made
 from rlhf_spmd.runtime.failure.signals import Asked
 from rlhf_spmd.runtime.generation.kv_cache import release_unused
+from rlhf_spmd.runtime.world.metric_sums import combine
 from rlhf_spmd.runtime.world.trace import Tracer
 
 
@@ -34,6 +35,7 @@ class Executor(InstructionLoop):
             launch_kernels(job)
         self.begin()
         self.transfers = Transfers(job, self.program)
+        self.next_state: Any = None  # in a chain: of the next iteration, where a rank's functions read it
 
     def reset(self) -> None:
         """Frees what the device's allocator holds back."""
@@ -81,12 +83,45 @@ class Executor(InstructionLoop):
         for copy in self.job.models.offloaded_copies(offload.model):
             copy.release()
 
-    def agree(self, data: Iteration, what: str) -> list[dict[str, Any]]:
-        """Exchanges messages at the end -> for each rank its numbers and, under "rows", a record of each response that
-        it generated (response_hashes.py). A message is a line of JSON followed by the records as they are in memory."""
+    def _message(self, data: Iteration) -> bytes:
+        """Returns what this rank tells of an iteration: a line of JSON followed by the records of responses as they are
+        in memory."""
         sent = {"bytes": data.num_bytes_sent, "messages": data.num_messages_sent}
         numbers = data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
         numbers["peak_bytes"] = self.world.computes.peak_bytes()
-        message = json.dumps(numbers).encode() + b"\n" + responses_made(self.program, self.world.rank, data).tobytes()
-        said = (answer.partition(b"\n") for answer in self.world.allgather_bytes(message, what))
-        return [json.loads(numbers) | {"rows": np.frombuffer(rows, ROW)} for numbers, _, rows in said]
+        rows = responses_made(self.program, self.world.rank, data) if data.responses is None else data.responses
+        return json.dumps(numbers).encode() + b"\n" + rows.tobytes()
+
+    def agree(self, data: Iteration, what: str) -> list[dict[str, Any]]:
+        """Exchanges messages at the end -> those of all ranks."""
+        return answers_of(self.world.allgather_bytes(self._message(data), what))
+
+    def report(self, data: Iteration) -> None:
+        """Sends rank 0 the message of an iteration."""
+        assert self.reports is not None, "the program chains iterations"
+        self.reports.send(data.number, self._message(data))
+
+    def agree_on_state(self, data: Iteration, ranks: tuple[int, ...]) -> None:
+        """Computes the state of the next iteration from what these ranks have counted for it."""
+        assert self.reports is not None, "the program chains iterations"
+        message = json.dumps(data.meter.part(self.job.workload.state_sums).to_message()).encode()
+        said = [json.loads(one) for one in self.reports.exchange(ranks, message)]
+        self.next_state = next_state(self.job, self.job.state.of_algorithm, said)
+
+
+def answers_of(messages: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Returns for each rank its numbers and, under "rows", a record of each response that it generated
+    (response_hashes.py)."""
+    said = (message.partition(b"\n") for message in messages)
+    return [json.loads(numbers) | {"rows": np.frombuffer(rows, ROW)} for numbers, _, rows in said]
+
+
+def next_state(job: Job, state: Any, answers: Sequence[Mapping[str, Any]]) -> Any:
+    """Returns the algorithm's state after an iteration, from global numbers only.
+
+    state: that it had.
+    answers: of ranks, which have counted all that the state depends on.
+    """
+    config = job.config
+    num_sequences = config.rollout_batch * config.samples_per_prompt
+    return config.algorithm.after_iteration(state, config.options, *combine(answers), num_sequences)

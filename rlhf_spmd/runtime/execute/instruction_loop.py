@@ -1,8 +1,10 @@
 """Executes a rank's instruction list; plan/program/instructions.py says what each instruction means. A subclass carries
 them out: with torch (executor.py), or as a rehearsal (rehearse/). No torch, no MPI.
 
-One iteration ahead (plan/program/ahead.py) a list works on two batches: it trains one and draws the next. Without one
-of them only the instructions of the other are executed: the prologue of a run draws, its epilogue trains.
+One iteration ahead (plan/program/ahead.py) a list works on two batches: it trains one and draws the next. In a chain of
+iterations (plan/program/chain.py) it works on an iteration, and waits for new weights of the one before. Without one of
+the two only the instructions of the other are executed: the prologue of a run draws, its epilogue trains; the first
+iteration has none before it, and where the chain is drained there is no next one.
 """
 
 from abc import ABC, abstractmethod
@@ -11,14 +13,16 @@ from typing import Any, NamedTuple
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.ahead import draws
-from rlhf_spmd.plan.program.instructions import Agree, Load, Offload, Post, Program, Run, Wait
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Wait, delay_of
 from rlhf_spmd.runtime.failure.diagnosis import peer_error, text_of
+from rlhf_spmd.runtime.world.reports import Reports
 from rlhf_spmd.runtime.world.trace import Tracer
 
 
 class Current(NamedTuple):
-    """What a list is executed for: the number of the iteration that trains (in a prologue, of the one that is drawn),
-    from 0, and what messages, flight records and timelines call it. Short: a flight record keeps 40 bytes."""
+    """What a list is executed for: the number of the iteration that trains (in a prologue and in a chain, of the one
+    that is drawn), from 0, and what messages, flight records and timelines call it. Short: a flight record keeps 40
+    bytes."""
 
     number: int
     title: str
@@ -34,6 +38,7 @@ class InstructionLoop(ABC):
         self.current: Current | None = None
         # whether the last list had no batch that trains, and whether it had none that is drawn
         self.absent = (False, not program.placement.ahead)
+        self.reports = Reports(world.messages()) if program.chains else None
 
     def begin(self) -> None:
         """Tells the world that this program is executed from now on; needed again after another one."""
@@ -42,22 +47,26 @@ class InstructionLoop(ABC):
     def iteration(self, trained: Any, drawn: Any = None) -> list[dict[str, Any]]:
         """Executes the list once and returns the messages of all ranks at the closing Agree.
 
-        trained: the data that train; None: the list only draws, and returns no messages.
-        drawn: the data of the next iteration; None: they are not drawn meanwhile.
+        trained: the data that train; None: the list only draws, and returns no messages. In a chain those of the
+            iteration before.
+        drawn: the data of the next iteration; None: they are not drawn meanwhile. In a chain those of this iteration,
+            and only without them there are messages.
         """
-        self.current = current = _current(trained, drawn)
-        if (absent := (trained is None, drawn is None)) != self.absent:
-            self.absent = absent
-            self.begin()  # the prologue and the first step have the same number
+        self.current = current = _current(trained, drawn, chains=self.program.chains)
+        absent = trained is None, drawn is None
+        if trained is None if self.program.chains else absent != self.absent:
+            self.begin()  # the prologue, or where a chain was drained, and the next step have the same number
+        self.absent = absent
         self.recorder.iteration = current.number
         self.reset()  # while no message is under way
         answers: list[dict[str, Any]] = []
         for position, step in enumerate(self.instructions):
-            is_drawn = self.program.placement.ahead and draws(self.program, step)
+            is_drawn = self._is_drawn(step)
             data = drawn if is_drawn else trained
-            if data is None and not isinstance(step, Agree):
+            if data is None and (self.program.chains or not isinstance(step, Agree)):
                 continue
-            of_batch = {"iteration": data.number} if is_drawn else {}
+            is_other = is_drawn != self.program.chains  # of the batch that does not give the list its number
+            of_batch = {"iteration": data.number} if is_other and data is not None else {}
             self.world.progress(f"{current.title}: {self.texts[position]}", current.number, position)
             try:
                 if isinstance(step, Run):
@@ -81,11 +90,7 @@ class InstructionLoop(ABC):
                     self.offload(step)
                 elif isinstance(step, Agree):
                     with self.recorder.span(step.what, "control"):
-                        meeting = f"{current.title}: {step.what}"
-                        if data is None:
-                            self.world.barrier(meeting)
-                        else:
-                            answers = self.agree(data, meeting)
+                        answers = self._agree(step, f"{current.title}: {step.what}", data, drawn)
                 if position == len(self.instructions) - 1:
                     self.recorder.read_marks()  # waits for the device: an iteration ends when its last kernel does
             except UserError:
@@ -94,6 +99,24 @@ class InstructionLoop(ABC):
                 raise peer_error(error, self.program, self.world, current, step, position) from error
         self.world.progress(f"{current.title}: over", current.number)
         return answers
+
+    def _is_drawn(self, step: Instruction) -> bool:
+        """Returns whether an instruction works on the data that are drawn."""
+        if self.program.chains:
+            return not delay_of(step)
+        return bool(self.program.placement.ahead) and draws(self.program, step)
+
+    def _agree(self, step: Agree, meeting: str, data: Any, drawn: Any) -> list[dict[str, Any]]:
+        """Executes an Agree. Returns the messages of all ranks, if they meet."""
+        if data is None:
+            self.world.barrier(meeting)
+        elif step.ranks:
+            self.agree_on_state(data, step.ranks)
+        elif self.program.chains and drawn is not None:
+            self.report(data)
+        else:
+            return self.agree(data, meeting)
+        return []
 
     @abstractmethod
     def reset(self) -> None:
@@ -123,9 +146,19 @@ class InstructionLoop(ABC):
     def agree(self, data: Any, what: str) -> list[dict[str, Any]]:
         """Exchanges messages of all ranks at the end of an iteration."""
 
+    @abstractmethod
+    def report(self, data: Any) -> None:
+        """Sends such a message in a chain, without waiting for anybody."""
 
-def _current(trained: Any, drawn: Any) -> Current:
+    @abstractmethod
+    def agree_on_state(self, data: Any, ranks: tuple[int, ...]) -> None:
+        """Agrees with some ranks on the state of the next iteration."""
+
+
+def _current(trained: Any, drawn: Any, *, chains: bool) -> Current:
     """Returns what a list is executed for, given the batches that it trains and draws."""
+    if chains:
+        return Current(drawn.number, drawn.title) if drawn else Current(trained.number + 1, f"end of {trained.title}")
     if trained is None:
         return Current(drawn.number, f"drawing {drawn.title}")
     title = trained.title if drawn is None else f"{trained.title}, drawing {drawn.number + 1}"

@@ -142,6 +142,7 @@ class Iteration:
     stopped: set[str] = field(default_factory=set)  # models whose further steps in this iteration are left out
     made: dict[str, int] = field(default_factory=dict)  # optimizer steps of models so far, less those left out
     before: Mapping[str, Any] = field(default_factory=dict)  # where it was drawn ahead: metrics of the iteration before
+    responses: np.ndarray | None = None  # records of responses (response_hashes.py), once the rows are freed
 
     @property
     def title(self) -> str:

@@ -89,7 +89,8 @@ class Transfers:
     def post(self, number: int, data: Iteration) -> None:
         """Starts all sends and receives of this rank at once; both ends list them in the transfer's order."""
         transfer, rank = self.program.transfers[number], self.world.rank
-        tag = number % MAX_TRANSFERS * MAX_TENSORS  # a pair may exchange several messages
+        of_iteration = number + data.number % 2 * len(self.program.transfers)  # in a chain two may be under way
+        tag = of_iteration % MAX_TRANSFERS * MAX_TENSORS  # a pair may exchange several messages
         if transfer.model is not None:
             self.movers[number] = mover_of(transfer, self.models, tag_base=tag)
             self.movers[number].start()

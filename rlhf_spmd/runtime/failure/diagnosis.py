@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_spmd.files.json_text import json_object
-from rlhf_spmd.plan.program.instructions import Instruction, Post, Program, Wait
+from rlhf_spmd.plan.program.instructions import Instruction, Post, Program, Wait, delay_of
 from rlhf_spmd.runtime.failure.failures import PeerError, is_lost, is_peer_error, name_ranks
 from rlhf_spmd.runtime.failure.records import FOLDER, NOWHERE, Position
 
 FILE = "program.json"  # in the folder of the records
 BETWEEN = 10**9  # the position of a rank between iterations: the end of its list
-Needs = tuple[tuple[int, int], ...]  # (rank, position in its instruction list)
+Needs = tuple[tuple[int, int, int], ...]  # (rank, position in its instruction list, iterations after this one)
 Places = Sequence[Mapping[Instruction, int]]  # [rank], instruction -> position in its list
 
 
@@ -33,7 +33,7 @@ class InstructionNeeds(NamedTuple):
     def of(cls, values: Any) -> "InstructionNeeds":
         """Makes one from its values in JSON. Raises ValueError and TypeError."""
         text, needs = values
-        return cls(str(text), tuple((int(rank), int(position)) for rank, position in needs))
+        return cls(str(text), tuple((int(rank), int(position), int(later)) for rank, position, later in needs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,9 @@ def text_of(program: Program, instruction: Instruction) -> str:
 def needs_of(program: Program, rank: int, instruction: Instruction, places: Places) -> Needs:
     """Returns the instructions that other ranks must begin before this one, and the messages that it posts, can end."""
     met, ranks = program.meets(rank, instruction)
-    return tuple((other, places[other][met]) for other in ranks if met in places[other])
+    found = ((other, places[other][met]) for other in ranks if met in places[other])
+    own = delay_of(instruction)  # in a chain, copies of a model wait for its new weights in the next iteration
+    return tuple((other, place, delay_of(program.instructions[other][place]) - own) for other, place in found)
 
 
 def places_of(program: Program) -> Places:
@@ -149,11 +151,11 @@ def late_ranks(needs: Needs, iteration: int, by_rank: Mapping[int, RankState | P
     """Returns the ranks in `needs` that have not begun what is needed of them in this iteration; unknown ranks are left
     out."""
     late = []
-    for rank, place in needs:
+    for rank, place, later in needs:
         if rank in by_rank:
             position = by_rank[rank].position
             reached = by_rank[rank].iteration, BETWEEN if position == NOWHERE else position
-            late += [rank] if reached < (iteration, place) else []
+            late += [rank] if reached < (iteration + later, place) else []
     return tuple(late)
 
 

@@ -42,6 +42,11 @@ class Asked:
         """Records this signal from now on, and does nothing else; call it in the main thread."""
         handle(number, lambda number, frame: self._seen.add(Signals(number).name))
 
+    @property
+    def any(self) -> bool:
+        """Whether there are signals that nobody has taken."""
+        return bool(self._seen)
+
     def take(self) -> list[str]:
         """Returns the names of the signals received since the last call."""
         names = sorted(self._seen)

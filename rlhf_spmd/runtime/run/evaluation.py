@@ -213,12 +213,16 @@ class Evaluator:
                 f"{', '.join(self._names(rows[-1]))} (pass@k only where all scores are 0 or 1)"
             )
 
+    def is_due(self, num_done: int) -> bool:
+        """Returns whether an evaluation after so many iterations is due and not done yet."""
+        is_due = num_done % self.options.every == 0 or num_done == self.last
+        is_due = is_due and (num_done > 0 or self.options.at_start)
+        return self.is_wanted and is_due and num_done not in {row["iteration"] for row in self.rows}
+
     def evaluate(self, num_done: int) -> str:
         """Evaluates after so many iterations, if that is due and not done yet -> a line for the console, else empty.
         Collective."""
-        is_due = num_done % self.options.every == 0 or num_done == self.last
-        is_due = is_due and (num_done > 0 or self.options.at_start)
-        if not self.is_wanted or not is_due or num_done in {row["iteration"] for row in self.rows}:
+        if not self.is_due(num_done):
             return ""
         metrics, data = self.evaluation.run(num_done)
         self.training.begin()

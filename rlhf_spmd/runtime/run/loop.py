@@ -13,12 +13,11 @@ from typing import Any
 from rlhf_spmd.runtime.checkpoint import in_flight
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
 from rlhf_spmd.runtime.checkpoint.saving import Tensors
-from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.execute.executor import Executor, next_state
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.run.metrics import check_finite, speed, summarize
 from rlhf_spmd.runtime.run.prepare import make_iteration
-from rlhf_spmd.runtime.world.metric_sums import combine
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +28,7 @@ class Done:
     metrics: global, the same on every rank.
     answers: the messages of all ranks.
     signals: that some rank has received meanwhile.
+    is_drained: all ranks have met after it. If not, only rank 0 has it, and nothing collective may be done.
     """
 
     number: int
@@ -36,6 +36,7 @@ class Done:
     metrics: dict[str, Any]
     answers: Sequence[Mapping[str, Any]]
     signals: frozenset[str]
+    is_drained: bool = True
 
 
 class Loop:
@@ -45,6 +46,7 @@ class Loop:
         self.job, self.executor, self.history = job, executor, history
         self.device_flops = device_flops  # FLOP/s of large products on each device; None: they are unknown or differ
         self.is_ahead = bool(job.program.placement.ahead)
+        self.state = job.state.of_algorithm  # of the algorithm, after the iterations of the history
         self.last: Done | None = None  # the last iteration of this start
         self.now: Iteration | None = None  # the current one
         self.in_flight: Iteration | None = None  # the next one, if it is or has been drawn ahead
@@ -57,14 +59,21 @@ class Loop:
             self.began_s = time.perf_counter()
             self.now = data = self.begin(number)
             answers = self.executor.iteration(data, self.in_flight)
-            metrics = summarize(job, answers)
-            metrics |= speed(job, data, answers, time.perf_counter() - self.began_s, self.device_flops)
-            check_finite(metrics, data.title)
-            update(job, answers)
-            self.history.append(metrics)
-            signals = frozenset(name for answer in answers for name in answer["signals"])
-            self.last = Done(number, data, metrics, answers, signals)
-            yield self.last
+            done = self.over(data, answers, time.perf_counter() - self.began_s)
+            job.state.of_algorithm = self.state
+            yield done
+
+    def over(self, data: Iteration, answers: Sequence[Mapping[str, Any]], seconds: float) -> Done:
+        """Sums up an iteration, and computes the algorithm's state after it."""
+        job = self.job
+        metrics = summarize(job, answers, self.state)
+        metrics |= speed(job, data, answers, seconds, self.device_flops)
+        check_finite(metrics, data.title)
+        self.state = next_state(job, self.state, answers)
+        self.history.append(metrics)
+        signals = frozenset(name for answer in answers for name in answer["signals"])
+        self.last = Done(data.number, data, metrics, answers, signals)
+        return self.last
 
     def begin(self, number: int) -> Iteration:
         """Returns the data of an iteration. Ahead they have been drawn, by the prologue if need be, and the next ones
@@ -103,12 +112,3 @@ class Loop:
     def share_in_flight(self) -> Tensors | None:
         """Returns what a checkpoint has on this rank of the batch in flight; None: there is none."""
         return None if self.in_flight is None else in_flight.collect(self.job, self.in_flight)
-
-
-def update(job: Job, answers: Sequence[Mapping[str, Any]]) -> None:
-    """Updates the algorithm's state between iterations, from global numbers only."""
-    config, state = job.config, job.state
-    num_sequences = config.rollout_batch * config.samples_per_prompt
-    state.of_algorithm = config.algorithm.after_iteration(
-        state.of_algorithm, config.options, *combine(answers), num_sequences
-    )

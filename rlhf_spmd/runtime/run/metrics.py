@@ -106,7 +106,7 @@ def columns_of(known: Mapping[str, Metric], config: Config, workflow: Workflow) 
     ]
 
 
-def summarize(job: Job, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize(job: Job, answers: Sequence[Mapping[str, Any]], state: Any) -> dict[str, Any]:
     """Summarises one iteration as global metrics, the same on every rank; the numbers of the algorithm's state when the
     iteration began are metrics, too. A sum NAME_sq beside NAME becomes the standard deviation NAME_std, or the
     effective sample size NAME_ess as a share of the samples."""
@@ -121,7 +121,7 @@ def summarize(job: Job, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         mean = metrics.pop(name)  # only `after_iteration` may use it
         if f"{name}_ess" in known:
             metrics[f"{name}_ess"] = mean**2 / square if square else 0.0
-    values = asdict(state) if (state := job.state.of_algorithm) else {}
+    values = asdict(state) if state else {}
     metrics |= {name: value for name, value in values.items() if isinstance(value, float) and name in known}
     if "response_length" in metrics:
         metrics["gen_tokens"] = metrics["response_length"] * weights["response_length"]

@@ -54,9 +54,13 @@ class Rollouts:
         layout, rank = self.job.program.placement.layouts[self.call.name], self.job.world.rank
         return rank in layout.ranks and layout.reports(rank)
 
+    def is_due(self, number: int) -> bool:
+        """Returns whether the samples of an iteration or an evaluation are written."""
+        return self.every > 0 and (self.kind != "iteration" or number % self.every == 0)
+
     def write(self, data: Iteration) -> None:
         """Writes the samples of an iteration, if that is due. Collective; raises UserError."""
-        if not self.every or (self.kind == "iteration" and data.number % self.every):
+        if not self.is_due(data.number):
             return
         world, layout = self.job.world, self.job.program.placement.layouts[self.call.name]
         numbers = self._exchanged(data)

@@ -22,6 +22,7 @@ from rlhf_spmd.runtime.failure.signals import END, Asked
 from rlhf_spmd.runtime.records.console import Console, Result
 from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample
 from rlhf_spmd.runtime.run import forecast_report, recorded, run_text
+from rlhf_spmd.runtime.run.chain import Chain
 from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.loop import Done, Loop
@@ -158,7 +159,10 @@ class Running:
         self.rollouts = Rollouts(job, folder.path)
         self.saver = Saver(job, folder.path, folder.texts())
         self.alarm = Alarm(console.metrics, history)
-        self.loop = Loop(job, executor, history, _device_flops(job, calibration))
+        flops = _device_flops(job, calibration)
+        self.loop = Loop(job, executor, history, flops)
+        if job.program.chains:
+            self.loop = Chain(job, executor, history, flops, is_due=self.meets)
 
     def begin(self) -> None:
         """Evaluates before training, or what an interrupted run has left out."""
@@ -166,9 +170,16 @@ class Running:
         if self.history and self.evaluator.best_iteration == len(self.history):  # of this evaluation
             recorded.save_models(self.job, self.folder, "best")
 
+    def meets(self, num: int) -> bool:
+        """Returns whether something that needs all ranks comes after so many iterations."""
+        due = self.evaluator.is_due(num) or self.saver.is_due(num) or self.rollouts.is_due(num - 1)
+        return due or num == self.job.config.iterations
+
     def take(self, done: Done) -> None:
-        """Writes, evaluates and saves an iteration."""
+        """Writes, evaluates and saves an iteration. Collective where all ranks have met."""
         self.write(done)
+        if not done.is_drained:
+            return
         if END.name not in done.signals:  # else there is no time, and the resumed run evaluates
             self.evaluate()
         self.save(done)
@@ -200,7 +211,8 @@ class Running:
 
     def write(self, done: Done) -> None:
         """Writes samples and metrics, and shows the metrics."""
-        self.rollouts.write(done.data)
+        if done.is_drained:
+            self.rollouts.write(done.data)
         groups = {name: metric.group for name, metric in self.console.metrics.items()}
         self.folder.write_metrics(done.number, done.metrics, groups, aliased(self.aliases, done.metrics))
         self.console.iteration(done.number + 1, self.job.config.iterations, done.metrics)

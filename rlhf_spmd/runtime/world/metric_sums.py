@@ -33,6 +33,12 @@ class Meter:
         elif weight:
             {"max": self.maximum, "min": self.minimum}[over](name, total)
 
+    def part(self, names: Iterable[str]) -> "Meter":
+        """Returns the sums of some names."""
+        part = Meter()
+        part.sums = {name: self.sums[name] for name in names if name in self.sums}
+        return part
+
     def to_message(self) -> dict:
         return {"sums": self.sums, "maxima": self.maxima, "minima": self.minima}
 

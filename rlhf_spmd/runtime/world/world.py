@@ -388,7 +388,7 @@ class World:
         """Returns the ranks in `needs` that have not begun what is needed of them in this iteration, with the last
         position of each. Takes seconds at most, whatever state the others are in. Ranks whose position is unknown,
         because rank 0 is late and hosts the store, are left out."""
-        positions = self.positions.read(tuple(rank for rank, _ in needs))
+        positions = self.positions.read(tuple(rank for rank, *_ in needs))
         return {rank: positions[rank].text or "nothing" for rank in late_ranks(needs, iteration, positions)}
 
 

@@ -35,7 +35,7 @@ def test_whoever_waits_for_a_rank_that_waits_is_not_to_blame():
     """Rank 0 trains on what rank 2 generates, rank 1 trains with rank 0, and rank 3 has done its part."""
     program = program_of(separation)
     steps = WaitGraph.of(program)
-    waits = [p for p, step in enumerate(steps.of_rank[0]) if any(rank == 2 for rank, _ in step.needs)]
+    waits = [p for p, step in enumerate(steps.of_rank[0]) if any(rank == 2 for rank, *_ in step.needs)]
     places = {
         0: waits[0],
         1: find(program, 1, Run, call="actor_train"),
@@ -108,4 +108,4 @@ def test_the_lists_survive_a_file(strategy, tmp_path):
             if isinstance(instruction, Wait):  # it needs what its peers have posted
                 needs = graph.of_rank[rank][position].needs
                 met = Wait if program.transfers[instruction.transfer].reallocation is not None else Post
-                assert needs and all(isinstance(program.instructions[other][place], met) for other, place in needs)
+                assert needs and all(isinstance(program.instructions[other][place], met) for other, place, _ in needs)
