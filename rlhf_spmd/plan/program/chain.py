@@ -9,18 +9,29 @@ then all its Runs of the iteration before are over. These instructions are *dela
 that belong to the iteration before. Before an evaluation, a checkpoint or the end, the chain is drained: each rank
 executes the delayed instructions of its last iteration alone, and meets the others.
 
-The list of two iterations in a row has everything that a longer one has: an instruction waits for instructions of its
-own iteration, of the one before, or (new weights, until copies have them) of the one after. docs/numerics.md says why
-the numbers are the same.
+docs/numerics.md says why the numbers are the same, plan/proof/deadlock.py why nothing hangs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from rlhf_spmd.plan.calls import Compute, Train
+from rlhf_spmd.plan.calls import Call, Compute, Train
 from rlhf_spmd.plan.placement import Placement, ranks_of
-from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Transfer, Wait, delay_of
+from rlhf_spmd.plan.program.instructions import (
+    Agree,
+    Instruction,
+    Offload,
+    Post,
+    Program,
+    Run,
+    Transfer,
+    Wait,
+    delay_of,
+)
+from rlhf_spmd.plan.program.transfers import Move
 from rlhf_spmd.plan.workload import Workload
+
+Delayed = tuple[int, Transfer, frozenset[str]]  # number of a transfer of new weights, the transfer, calls_before
 
 
 def order_of_training(workload: Workload, placement: Placement) -> tuple[list[Train], list[Train]]:
@@ -39,85 +50,121 @@ def order_of_training(workload: Workload, placement: Placement) -> tuple[list[Tr
     return now, [call for call in sorted(calls, key=lambda call: models.index(call.model)) if call not in now]
 
 
-def returns_early(transfer: Transfer, trained: Train, workload: Workload, placement: Placement) -> bool:
-    """Returns whether new weights leave as soon as their model has trained: in a chain, if no rank that gets them has
-    another model to train after that."""
-    if not placement.chains(workload):
-        return False
+def return_early(weights: Sequence[Move], workload: Workload, placement: Placement) -> bool:
+    """Returns whether new weights leave as soon as their model has trained: in a chain, if no rank that gets some has
+    another model to train after that. All do or none: a rank that waits for some at the end of an iteration, and for
+    others in the next one, would do so in another order than ranks that send both."""
     order = sum(order_of_training(workload, placement), [])
-    later = order[order.index(trained) + 1 :]
-    return all(set(transfer.ranks).isdisjoint(_only(placement, call, trained)) for call in later)
+    names = [call.name for call in order]
+    ranks = [set(placement.layouts[name].ranks) for name in names]
+    for move in weights:
+        place = names.index(move.producers[0])
+        if any((later - ranks[place]).intersection(move.transfer.ranks) for later in ranks[place + 1 :]):
+            return False
+    return placement.chains(workload)
 
 
-def _only(placement: Placement, call: Train, trained: Train) -> set[int]:
-    """Returns the ranks that train one model, and not the other."""
-    return set(placement.layouts[call.name].ranks) - set(placement.layouts[trained.name].ranks)
+def calls_before(
+    trained: Train,
+    units: Iterable[Sequence[Call]],
+    moves: Sequence[Move],
+    workload: Workload,
+    placement: Placement,
+    *,
+    by_host: bool,
+) -> frozenset[str]:
+    """Returns the calls of the next iteration that ranks with a copy of a model run before they wait for its new
+    weights. It is the same for all copies: calls before the first use of the model that end even if no rank that trains
+    it, or trains after that, goes on. Such a rank runs none of them, and none reads a message that comes after one to
+    such a rank.
+
+    trained: the call that trains the model.
+    units, moves: of the compiler.
+    by_host: of place_delayed; if not, none reads any message.
+    """
+    order = sum(order_of_training(workload, placement), [])
+    training = order[order.index(trained) :]
+    models = {call.model for call in training}
+    busy = {rank for call in training for rank in placement.layouts[call.name].ranks}
+    found: set[str] = set()
+    blocked: set[int] = set()  # ranks with a message under way to a busy one
+    behind: set[str] = set()  # calls that read messages which come after such a one
+    for unit in units:
+        names = {call.name for call in unit}
+        sites = (site for call in unit for site in placement.sites(call, workload.workflow))
+        ranks = {rank for site in sites for rank in placement.layouts[site].ranks}
+        if busy & ranks or behind & names or models & {call.model for call in unit}:
+            break
+        found |= names
+        for move in (move for move in moves if move.producers[0] in names):
+            if not by_host or blocked.intersection(move.transfer.ranks):
+                behind.update(move.consumers)
+            if busy.intersection(move.transfer.ranks):
+                blocked.update(message.source for message in move.transfer.messages)
+    return frozenset(found)
 
 
-def place_delayed(
-    instructions: list[Instruction], rank: int, weights: Sequence[tuple[int, Transfer]], workload: Workload
-) -> None:
+def place_delayed(instructions: list[Instruction], rank: int, delayed: Sequence[Delayed], *, by_host: bool) -> None:
     """Inserts into the list of a rank that only receives new weights where it waits for those of the iteration before,
     and after all of these that it tells what it has counted in it.
 
-    weights: transfers, by number.
+    delayed: in the order in which they leave.
+    by_host: whether all rows go through host memory. If not, rows are in the communicator of the weights, which works
+        in order, so that weights come before them.
     """
     done = {step.transfer for step in instructions if isinstance(step, Wait)}
     place = 0
-    for number, transfer in weights:
+    for number, transfer, calls in delayed:
         if rank not in transfer.ranks or number in done:
             continue
-        calls = {call.name for call in workload.workflow.placed_calls if call.model == transfer.model}
-        first = next(i for i, step in enumerate(instructions) if isinstance(step, Run) and step.call in calls)
-        start = max((i + 1 for i, step in enumerate(instructions[:first]) if isinstance(step, Run)), default=0)
-        while isinstance(instructions[start], Post):
-            start += 1
-        instructions[start:start] = [Post(number, delay=1), Wait(number, delay=1)]
-        place = max(place, start + 2)
+        for position, step in enumerate(instructions[place:], start=place):
+            if isinstance(step, Run) and (step.call not in calls or step.mini_batch):
+                break
+            if isinstance(step, Run):
+                place = position + 1
+        while isinstance(instructions[place], Post | Offload if by_host else Offload):
+            place += 1
+        instructions[place:place] = [Post(number, delay=1), Wait(number, delay=1)]
+        place += 2
+    if not by_host:
+        rows = [step for step in instructions[:place] if isinstance(step, Post | Wait) and not step.delay]
+        instructions[:place] = [*(step for step in instructions[:place] if step not in rows), *rows]
     instructions.insert(place, Agree("metrics", delay=1))
 
 
-def place_state(instructions: list[Instruction], rank: int, workload: Workload, placement: Placement) -> None:
-    """Inserts into the list of a rank where it agrees on the state of the next iteration, if its functions read that:
-    behind its last compute, or before it trains."""
-    workflow = workload.workflow
-    readers = [call for call in workflow.calls if isinstance(call, Compute | Train)]
-    ranks = {
-        one
-        for call in readers
-        for site in placement.sites(call, workflow)
-        for one in ranks_of(call, placement.layouts[site])
-    }
-    if not workload.state_sums or rank not in ranks:
-        return
-    computes, trains = ({call.name for call in calls} for calls in (workflow.computes, workflow.train_calls))
-    runs = [(i, step.call) for i, step in enumerate(instructions) if isinstance(step, Run)]
-    behind, before = [i + 1 for i, name in runs if name in computes], [i for i, name in runs if name in trains]
-    instructions.insert(behind[-1] if behind else before[0], Agree("state", tuple(sorted(ranks))))
+def ranks_of_state(workload: Workload, placement: Placement) -> tuple[int, ...]:
+    """Returns the ranks that agree on the state of the next iteration when all computes of a chain's iteration are
+    over: those whose functions read it. Empty if there is none, or all ranks meet anyway."""
+    if not (workload.state_sums and placement.chains(workload)):
+        return ()
+    readers = [call for call in workload.workflow.calls if isinstance(call, Compute | Train)]
+    sites = [(call, placement.layouts[site]) for call in readers for site in placement.sites(call, workload.workflow)]
+    return tuple(sorted({rank for call, layout in sites for rank in ranks_of(call, layout)}))
 
 
 def unrolled(program: Program, num: int) -> Program:
     """Returns the program of some iterations in a row, at the end of which the chain is drained."""
+    lists = ((step for _, _, step in in_a_row(program, rank, num)) for rank in range(len(program.instructions)))
+    return replace(program, transfers=program.transfers * num, instructions=tuple(map(tuple, lists)))
+
+
+def in_a_row(program: Program, rank: int, num: int) -> Iterator[tuple[int, int, Instruction]]:
+    """Yields what a rank executes in so many iterations: the position in its list, the iteration, the instruction."""
     size = len(program.transfers)
-    lists = (tuple(_in_a_row(instructions, num, size)) for instructions in program.instructions)
-    return replace(program, transfers=program.transfers * num, instructions=tuple(lists))
-
-
-def _in_a_row(instructions: Sequence[Instruction], num: int, size: int) -> Iterator[Instruction]:
-    """Yields what a rank executes in so many iterations, of which each has `size` transfers."""
     for step in range(num + 1):
-        for instruction in instructions:
+        for position, instruction in enumerate(program.instructions[rank]):
             iteration = step - delay_of(instruction)
             if not 0 <= iteration < num:
                 continue
             if isinstance(instruction, Agree):
                 if not instruction.delay:
-                    yield replace(instruction, what=f"{instruction.what} after iteration {iteration}")
-                elif iteration == num - 1:
-                    yield Agree(instruction.what)
+                    instruction = replace(instruction, what=f"{instruction.what} after iteration {iteration}")
+                elif iteration < num - 1:
+                    continue
+                else:
+                    instruction = Agree(instruction.what)
             elif isinstance(instruction, Run):
-                yield replace(instruction, iteration=iteration)
+                instruction = replace(instruction, iteration=iteration)
             elif isinstance(instruction, Post | Wait):
-                yield type(instruction)(instruction.transfer + iteration * size)
-            else:
-                yield instruction
+                instruction = type(instruction)(instruction.transfer + iteration * size)
+            yield position, iteration, instruction

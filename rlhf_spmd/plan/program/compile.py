@@ -23,7 +23,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import COLLECTIVES, HOST, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
 from rlhf_spmd.plan.program.ahead import with_gates
-from rlhf_spmd.plan.program.chain import order_of_training, place_delayed, place_state, returns_early
+from rlhf_spmd.plan.program.chain import calls_before, order_of_training, place_delayed, ranks_of_state, return_early
 from rlhf_spmd.plan.program.instructions import (
     Agree,
     Instruction,
@@ -78,7 +78,9 @@ class _Compiler:
     given: set[tuple[int, Post | Wait]] = field(default_factory=set)  # rank, instruction
     notices: dict[int, int] = field(default_factory=dict)  # transfer -> that of its notice
     due: dict[int, list[int]] = field(default_factory=dict)  # rank -> transfers to post once it has their notices
-    delayed: list[int] = field(default_factory=list)  # transfers of weights that copies wait for in the next iteration
+    early: bool = False  # whether new weights leave when their model has trained
+    # transfers of weights that copies wait for in the next iteration -> what trains them, in the order of leaving
+    delayed: dict[int, Train] = field(default_factory=dict)
 
     def emit(self) -> None:
         """Writes the instruction lists."""
@@ -96,6 +98,7 @@ class _Compiler:
         first_weights = len(self.transfers)
         weights = weight_moves(self.workload, self.placement, self.cluster)
         self.transfers += [move.transfer for move in weights]
+        self.early = return_early(weights, self.workload, self.placement)
         after_training = {move.producers[0]: first_weights + index for index, move in enumerate(weights)}
         for number, transfer in enumerate(self.transfers[:first_weights]):
             if self._is_last(number):
@@ -112,6 +115,12 @@ class _Compiler:
         for piece in pieces:
             for unit in self._units():
                 self._emit_unit(unit, piece)
+            for rank in self.due if self.placement.chains(self.workload) else ():
+                self._post_due(rank)  # models train in another order than that of their rows, and weights leave early
+            if piece == pieces[-1]:
+                agrees = ranks_of_state(self.workload, self.placement)
+                for rank in agrees:
+                    self.instructions[rank].append(Agree("state", agrees))
             if piece is not None:
                 for call in trains:
                     self._emit_train(call, 0, piece, after_training)
@@ -130,12 +139,10 @@ class _Compiler:
                     self._post(rank, number)  # weights between GPUs; all else has been posted
                     self._once(rank, Wait(number))
         self._emit_offloads()
-        for rank, instructions in enumerate(self.instructions):
-            if self.placement.chains(self.workload):
-                delayed = [(number, self.transfers[number]) for number in self.delayed]
-                place_delayed(instructions, rank, delayed, self.workload)
-                place_state(instructions, rank, self.workload, self.placement)
-            else:
+        if self.placement.chains(self.workload):
+            self._emit_delayed()
+        else:
+            for instructions in self.instructions:
                 instructions.append(Agree("metrics"))
 
     def _units(self) -> list[tuple[Call, ...]]:
@@ -285,8 +292,8 @@ class _Compiler:
         if not last or call.name not in after_training:
             return
         number = after_training[call.name]
-        if returns_early(self.transfers[number], call, self.workload, self.placement):
-            self.delayed.append(number)
+        if self.early:
+            self.delayed[number] = call
             for rank in layout.ranks:
                 if rank in self.transfers[number].ranks:
                     self._post(rank, number)
@@ -315,6 +322,15 @@ class _Compiler:
                     self._group(layout.data_ranks(rank))
                     self._group(layout.tied_ranks(rank))
                 self._group(layout.stage_ranks(rank), STAGES)
+
+    def _emit_delayed(self) -> None:
+        """Emits what the ranks that only receive new weights wait for in the next iteration."""
+        by_host = all(move.communicator == HOST for move in self.transfers if move.model is None)
+        given = self._units(), self.moves, self.workload, self.placement
+        calls = {number: calls_before(call, *given, by_host=by_host) for number, call in self.delayed.items()}
+        delayed = [(number, self.transfers[number], before) for number, before in calls.items()]
+        for rank, instructions in enumerate(self.instructions):
+            place_delayed(instructions, rank, delayed, by_host=by_host)
 
     def _emit_offloads(self) -> None:
         """Emits Loads of offloaded weights before a rank's first Run with them, and Offloads after its last one."""
