@@ -90,7 +90,7 @@ class InstructionLoop(ABC):
                     self.offload(step)
                 elif isinstance(step, Agree):
                     with self.recorder.span(step.what, "control"):
-                        answers = self._agree(step, f"{current.title}: {step.what}", data, drawn)
+                        answers += self._agree(step, f"{current.title}: {step.what}", data, drawn)
                 if position == len(self.instructions) - 1:
                     self.recorder.read_marks()  # waits for the device: an iteration ends when its last kernel does
             except UserError:

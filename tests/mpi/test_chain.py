@@ -1,0 +1,119 @@
+"""A run whose iterations follow one another without a meeting has the bits of one whose iterations all end with one.
+
+python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_chain.py
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rlhf_spmd.config import presets
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.run.chain import Chain
+from rlhf_spmd.runtime.world.trace import Tracer
+from rlhf_spmd.strategies import separation
+from tests.folders import write_all
+from tests.mpi.test_invariance import apart, scattered, trained_on_halves, weights_of, with_groups
+from tests.runs import RunOf, compiled
+
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.usefixtures("cheap_garbage_collection"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
+]
+TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "tflops", "peak_bytes")
+NUM = 5  # iterations, of which the second and the last are drained
+OPTIONS = {
+    "ppo": ("ppo.epochs=2", "optimizer.critic_lr=1e-3"),
+    "state": ("ppo.kl_controller=adaptive", "ppo.normalize_scores=true", "ppo.normalize_values=true"),
+    "whole": ("ppo.whiten=batch", "ppo.kl_controller=adaptive", "ppo.old_logprobs=recompute", "ppo.epochs=2"),
+    "stopped": ("ppo.kl_early_stop=1e-3", "ppo.epochs=2"),
+    "grpo": ("grpo.epochs=2", "grpo.kl_coef=0.05", "samples_per_prompt=4", "rollout_batch=6"),
+    "remax": ("rollout_batch=24",),
+}
+
+
+def halves(workload, cluster) -> Placement:
+    """Returns each model, its calls and training, on a half; actor and reference on the first."""
+    ranks = cluster.ranks
+    half = {"actor": ranks[: len(ranks) // 2], "reference": ranks[: len(ranks) // 2]}
+    other = ranks[len(ranks) // 2 :]
+    layouts = {call.name: Layout.data_parallel(half.get(call.model, other)) for call in workload.workflow.placed_calls}
+    return Placement(layouts)
+
+
+def sliced(workload, cluster) -> Placement:
+    """Returns training in two stages, generation in two slices, with a copy of the critic beside the actor's."""
+    return separation.place(workload, cluster, training_pp=2, generation_tp=2, ratios=("actor=1", "critic=1"))
+
+
+PLACEMENTS = {
+    "separation": separation.place,
+    "separation 1": lambda workload, cluster: separation.place(workload, cluster, generation_ranks=1, in_flight=1),
+    "apart": apart,
+    "halves": halves,
+    "trained on halves": trained_on_halves,
+    "scattered": scattered,
+    "sliced": sliced,
+}
+CASES = [("separation", case) for case in OPTIONS]
+CASES += [("separation 1", "state"), ("apart", "ppo"), ("halves", "state"), ("halves", "ppo")]
+CASES += [("trained on halves", "state"), ("scattered", "ppo"), ("scattered", "whole")]
+
+
+class Chained(RunOf):
+    """A run whose chain is drained after the second iteration and at the end."""
+
+    def iterations(self):
+        history = []
+        self.executor = Executor(self.job, Tracer())
+        chain = Chain(self.job, self.executor, history, is_due=lambda num: num in (2, self.config.iterations))
+        self.drained = [done.number for done in chain.iterations() if done.is_drained]
+        return history
+
+
+@pytest.fixture(scope="module")
+def overrides(world, shared_folder):
+    found = write_all(shared_folder) if world.rank == 0 else None
+    return world.bcast(found, what="the models")
+
+
+def config_of(overrides, case: str):
+    """Returns the options of a case of OPTIONS."""
+    own = next(name for name in (case, "ppo") if name in ("ppo", "grpo", "remax"))
+    common = (f"iterations={NUM}", "rollout_batch=24", "mini_batch=12", "micro_batch=4", "optimizer.actor_lr=1e-3")
+    of_ppo = ("ppo.", "models.critic", "optimizer.critic")
+    words = [word for word in overrides if own == "ppo" or not word.startswith(of_ppo)]
+    return presets.load("tiny", [*words, *common, *OPTIONS[case]], algorithm=own)
+
+
+@pytest.mark.parametrize(
+    ("placement", "case"),
+    [
+        *(pytest.param(*case, id="-".join(case), marks=pytest.mark.rotates) for case in CASES),
+        pytest.param("sliced", "state", id="sliced-state", marks=pytest.mark.ranks(4)),
+    ],
+)
+def test_a_chain_has_the_bits_of_iterations_that_end_with_a_meeting(placement, case, world, overrides, make_group):
+    config = config_of(overrides, case)
+
+    def place(workload, cluster, *, chain: bool) -> Placement:
+        return dataclasses.replace(PLACEMENTS[placement](workload, cluster), chain=chain)
+
+    runs = []
+    for kind, chain in ((RunOf, False), (Chained, True)):
+        program = compiled(config, world.size, place, chain=chain)
+        assert program.chains == chain
+        run = kind(config, with_groups(world, program, make_group), program)
+        runs.append((run.iterations(), weights_of(run), run.state, run))
+    (history, weights, state, _), (of_chain, chained, chained_state, run) = runs
+    assert run.drained == [1, NUM - 1]
+    assert [{name: value for name, value in row.items() if name not in TIMED} for row in of_chain] == [
+        {name: value for name, value in row.items() if name not in TIMED} for row in history
+    ]
+    assert chained.keys() == weights.keys()
+    assert all(torch.equal(weight, chained[name]) for name, weight in weights.items())
+    assert (chained_state.of_algorithm, chained_state.steps) == (state.of_algorithm, state.steps)
