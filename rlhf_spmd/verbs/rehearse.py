@@ -119,7 +119,7 @@ def run(world: "World", parsed: argparse.Namespace) -> int:
     stands = f"a second here stands for {factor:.3g} s by calibration {calibration.name}"
     _say(world, f"{title}: {world.size} processes; {stands}")
     recorder = Tracer(world.rank, world.hosts[world.rank])
-    ahead, num = program.placement.ahead, parsed.iterations
+    ahead, chains, num = program.placement.ahead, program.chains, parsed.iterations
     rehearsal = Rehearsal(expanded(program), world, recorder, times, factor, faults)
     if parsed.out:
         world.keep_records(parsed.out)
@@ -128,14 +128,21 @@ def run(world: "World", parsed: argparse.Namespace) -> int:
     if ahead:
         rehearsal.iteration(None, batches[0])
     for number in range(num):
-        world.barrier("the start of an iteration")
+        if not chains:
+            world.barrier("the start of an iteration")
         began_s, before_s = time.monotonic(), time.process_time()
-        answers = rehearsal.iteration(*batches[number : number + 1 + ahead])
+        if chains:
+            rehearsal.iteration(batches[number - 1] if number else None, batches[number])
+        else:
+            answers = rehearsal.iteration(*batches[number : number + 1 + ahead])
         seconds.append((time.monotonic() - began_s) * factor)
         busy_s.append(time.process_time() - before_s)
         against = f"forecast {forecast_s:.4g} s ({seconds[-1] / forecast_s - 1:+.1%})"
         _say(world, f"iteration {number + 1} of {num}: {seconds[-1]:.4g} s, {against}")
         batches[number].rows.clear()
+    if chains:
+        answers = rehearsal.iteration(batches[-1], None)
+        _say(world, "Each iteration began on a rank when that could; seconds are those of rank 0.")
     if ahead:
         rehearsal.iteration(batches[-1])
         _say(world, f"A first batch was drawn before, and a last one, {num + 1}, trained after these.")

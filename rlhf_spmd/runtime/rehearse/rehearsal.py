@@ -50,10 +50,12 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """One iteration. rows: a number for each row of a key [M, C], NaN where this rank has none."""
+    """One iteration. rows: a number for each row of a key [M, C], NaN where this rank has none. sent_bytes: by node of
+    the sender and of the receiver."""
 
     number: int  # from 0; people count from 1
     rows: dict[str, np.ndarray] = field(default_factory=dict)
+    sent_bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     @property
     def title(self) -> str:
@@ -87,7 +89,6 @@ class Rehearsal(InstructionLoop):
         }
         self.pending: dict[int, Operation] = {}
         self.chains: dict[int, Iterator[Operation]] = {}  # transfer of weights -> its steps that are left
-        self.sent_bytes: Counter[tuple[int, int]] = Counter()  # node of the sender and of the receiver -> bytes
         name = faults.drop or "\n"
         named = (number for number, moved in enumerate(program.transfers) if name in moved.what)
         self.dropped = next(named, None)
@@ -102,8 +103,7 @@ class Rehearsal(InstructionLoop):
         self.reports.exchange(ranks, b"")
 
     def reset(self) -> None:
-        """Forgets what was sent in the last iteration."""
-        self.sent_bytes.clear()
+        """Nothing is left of the iteration before."""
 
     # ---- Runs -------------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Rehearsal(InstructionLoop):
     def post(self, number: int, data: Rehearsed) -> None:
         """Starts this rank's part of a transfer."""
         transfer = self.program.transfers[number]
-        self._count(transfer)
+        self._count(transfer, data)
         if transfer.reallocation is not None:
             self.chains[number] = self._steps(number, transfer.reallocation, data)
             self.pending[number] = self.communicators.start(WORLD, next(self.chains[number]))
@@ -221,10 +221,10 @@ class Rehearsal(InstructionLoop):
             return group_name(self.program.placement.layouts[transfer.call].stage_ranks(self.world.rank), STAGES)
         return (self.program.host_group or HOST) if transfer.communicator == HOST else WORLD
 
-    def _count(self, transfer: Transfer) -> None:
+    def _count(self, transfer: Transfer, data: Rehearsed) -> None:
         node_of = self.program.cluster.node_of
         for message in transfer.sent_by(self.world.rank):
-            self.sent_bytes[node_of(message.source), node_of(message.destination)] += message.num_bytes
+            data.sent_bytes[node_of(message.source), node_of(message.destination)] += message.num_bytes
 
     def _name(self, text: str, data: Rehearsed) -> int:
         """Returns a number for a message or meeting of an iteration, the same on all its ranks."""
@@ -280,6 +280,6 @@ class Rehearsal(InstructionLoop):
 
     def agree(self, data: Rehearsed, what: str) -> list[dict[str, Any]]:
         """Exchanges among all ranks what they sent: nodes of sender and receiver, bytes."""
-        sent = [[*link, size] for link, size in self.sent_bytes.items()]
+        sent = [[*link, size] for link, size in data.sent_bytes.items()]
         answers: list[dict[str, Any]] = self.world.allgather({"sent_bytes": sent}, what)
         return answers

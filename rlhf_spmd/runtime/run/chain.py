@@ -55,7 +55,7 @@ class Chain(Loop):
             self.executor.iteration(before, data)
             before, job.state.of_algorithm = data, self.executor.next_state
             data.responses = responses_made(job.program, job.world.rank, data)
-            job.world.progress(f"waiting for: {data.title} on rank 0", number)  # postmortem knows waits by this beginning
+            job.world.progress(f"waiting for: {data.title} on rank 0", number)  # begins as all waits do
             if not self.reports.told():
                 data.store.clear()
                 self.unknown.append((data, time.perf_counter() - self.began_s))
