@@ -19,6 +19,7 @@ from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import WORLD, Program
 from rlhf_spmd.plan.proof.check import check
 from tests.folders import write_model, write_prompts
+from tests.mpi.test_chain import Chained
 from tests.mpi.test_invariance import with_groups
 from tests.programs import random_split_placement, random_split_program, streaming_with_stages
 from tests.run_mpi import BACKEND
@@ -94,6 +95,21 @@ def test_between_gpus(host_bytes, settings, expected, world, make_group):
     of_rows = {transfer.communicator for transfer in program.transfers if transfer.keys}
     assert of_rows == ({HOST, WORLD} if host_bytes else {WORLD})
     assert run(program, settings, world, make_group) == expected
+
+
+@pytest.mark.parametrize("name", ["separation", "separation in stages", "separation in slices", "streaming with stages"])
+@pytest.mark.parametrize("host_bytes", [0, 150, 2**24])
+def test_chains_between_gpus(name, host_bytes, settings, world, make_group):
+    """Weights in the communicator of large rows, which the next iteration sends before the last copy has them."""
+    settings = dataclasses.replace(settings, iterations=3)
+    workload = dataclasses.replace(make_workload(settings), host_bytes=host_bytes)
+    cluster = Cluster.parse(f"1x{world.size}", "a100-80g")
+    placement = dataclasses.replace(PLACEMENTS[name](workload, cluster), chain=True)
+    program = compile_program(workload, placement, cluster)
+    assert program.chains
+    chained = Chained(settings, with_groups(world, program, make_group), program).iterations()
+    alone = RunOf(settings).iterations()
+    assert [row["tokens_sha256"] for row in chained] == [row["tokens_sha256"] for row in alone]
 
 
 @pytest.mark.parametrize(
