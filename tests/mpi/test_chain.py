@@ -4,6 +4,7 @@ python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_chain.py
 """
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.run.chain import Chain
+from rlhf_spmd.runtime.world.reports import Reports
 from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.strategies import separation
 from tests.folders import write_all
@@ -117,3 +119,18 @@ def test_a_chain_has_the_bits_of_iterations_that_end_with_a_meeting(placement, c
     assert chained.keys() == weights.keys()
     assert all(torch.equal(weight, chained[name]) for name, weight in weights.items())
     assert (chained_state.of_algorithm, chained_state.steps) == (state.of_algorithm, state.steps)
+
+
+def test_a_long_report_of_a_rank_that_computes_holds_up_nobody(world):
+    reports, begun = Reports(world.messages()), time.monotonic()
+    reports.send(0, bytes(10_000_000))
+    if world.rank == 0:
+        found = reports.arrived(0)
+        assert found is None and time.monotonic() < begun + 0.9  # others sleep
+        reports.tell(True)
+        assert [len(report) for report in reports.all_of(0)] == [10_000_000] * world.size
+    else:
+        time.sleep(1.0)
+    assert reports.told()
+    reports.finish()
+    assert reports.merge(range(world.size), [world.rank], lambda values: sum(values, [])) == list(range(world.size))

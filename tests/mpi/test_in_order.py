@@ -97,7 +97,9 @@ def test_between_gpus(host_bytes, settings, expected, world, make_group):
     assert run(program, settings, world, make_group) == expected
 
 
-@pytest.mark.parametrize("name", ["separation", "separation in stages", "separation in slices", "streaming with stages"])
+@pytest.mark.parametrize(
+    "name", ["separation", "separation in stages", "separation in slices", "streaming with stages"]
+)
 @pytest.mark.parametrize("host_bytes", [0, 150, 2**24])
 def test_chains_between_gpus(name, host_bytes, settings, world, make_group):
     """Weights in the communicator of large rows, which the next iteration sends before the last copy has them."""

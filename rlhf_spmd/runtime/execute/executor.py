@@ -20,7 +20,7 @@ from rlhf_spmd.runtime.execute.post_and_wait import Transfers
 from rlhf_spmd.runtime.execute.response_hashes import ROW, responses_made
 from rlhf_spmd.runtime.failure.signals import Asked
 from rlhf_spmd.runtime.generation.kv_cache import release_unused
-from rlhf_spmd.runtime.world.metric_sums import combine
+from rlhf_spmd.runtime.world.metric_sums import combine, summed
 from rlhf_spmd.runtime.world.trace import Tracer
 
 
@@ -104,9 +104,9 @@ class Executor(InstructionLoop):
     def agree_on_state(self, data: Iteration, ranks: tuple[int, ...]) -> None:
         """Computes the state of the next iteration from what these ranks have counted for it."""
         assert self.reports is not None, "the program chains iterations"
-        message = json.dumps(data.meter.part(self.job.workload.state_sums).to_message()).encode()
-        said = [json.loads(one) for one in self.reports.exchange(ranks, message)]
-        self.next_state = next_state(self.job, self.job.state.of_algorithm, said)
+        counted = data.meter.part(self.job.workload.state_sums).to_message()
+        total = self.reports.merge(ranks, counted, lambda messages: summed(messages).to_message())
+        self.next_state = next_state(self.job, self.job.state.of_algorithm, [total])
 
 
 def answers_of(messages: Sequence[bytes]) -> list[dict[str, Any]]:

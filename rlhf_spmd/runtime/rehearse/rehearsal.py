@@ -100,7 +100,7 @@ class Rehearsal(InstructionLoop):
     def agree_on_state(self, data: Rehearsed, ranks: tuple[int, ...]) -> None:
         """Meets these ranks."""
         assert self.reports is not None, "the program chains iterations"
-        self.reports.exchange(ranks, b"")
+        self.reports.merge(ranks, None, len)
 
     def reset(self) -> None:
         """Nothing is left of the iteration before."""

@@ -52,11 +52,17 @@ class Meter:
             self.minimum(name, value)
 
 
-def combine(messages: Iterable[Mapping]) -> tuple[dict[str, float], dict[str, float]]:
-    """Combines the sums of all ranks to global means, maxima and minima, and the weight of each mean. Summed in rank
-    order, so all ranks get the same bits."""
+def summed(messages: Iterable[Mapping]) -> Meter:
+    """Adds up what ranks have counted, in their order."""
     total = Meter()
     for message in messages:
         total.include(message)
+    return total
+
+
+def combine(messages: Iterable[Mapping]) -> tuple[dict[str, float], dict[str, float]]:
+    """Combines the sums of all ranks to global means, maxima and minima, and the weight of each mean. Summed in rank
+    order, so all ranks get the same bits."""
+    total = summed(messages)
     means = {name: value / weight for name, (value, weight) in total.sums.items() if weight}
     return total.maxima | total.minima | means, {name: weight for name, (_, weight) in total.sums.items()}

@@ -21,6 +21,7 @@ class Reports:
         """comm: an MPI communicator that nothing else uses."""
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.sent: list[Any] = []  # requests that are not known to be over
+        self.coming: list[Any] = []  # reports on their way; on rank 0
         self.come: dict[int, dict[int, bytes]] = {}  # iteration -> rank -> its report; on rank 0
 
     def send(self, number: int, report: bytes) -> None:
@@ -30,7 +31,10 @@ class Reports:
     def arrived(self, number: int) -> list[bytes] | None:
         """Returns on rank 0 the reports of all ranks of an iteration; None: some have not come."""
         while (message := self.comm.improbe(tag=REPORT)) is not None:
-            rank, of_iteration, report = message.recv()
+            self.coming.append(message.irecv())  # a long one may need its sender, which computes
+        tested = [(request, *request.test()) for request in self.coming]
+        self.coming = [request for request, is_over, _ in tested if not is_over]
+        for rank, of_iteration, report in (value for _, is_over, value in tested if is_over):
             self.come.setdefault(of_iteration, {})[rank] = report
         found = self.come.get(number, {})
         if len(found) < self.size:
@@ -51,16 +55,17 @@ class Reports:
         """Waits for what rank 0 tells of the iteration that ends here."""
         return bool(self._receive(0, LAST))
 
-    def exchange(self, ranks: Sequence[int], message: bytes) -> list[bytes]:
-        """Gathers the messages of some ranks, in their order, on all of them. Collective over them."""
+    def merge(self, ranks: Sequence[int], value: Any, merged: Callable[[Sequence[Any]], Any]) -> Any:
+        """Merges the values of some ranks, in their order, and returns the result on all of them. Collective over them.
+        Values must be short: a long message needs its sender, which may compute."""
         first, *others = ranks
         if self.rank != first:
-            self._send(message, first, STATE)
-            return list(self._receive(first, STATE))
-        messages = [message, *(self._receive(other, STATE) for other in others)]
+            self._send(value, first, STATE)
+            return self._receive(first, STATE)
+        result = merged([value, *(self._receive(other, STATE) for other in others)])
         for other in others:
-            self._send(messages, other, STATE)
-        return messages
+            self._send(result, other, STATE)
+        return result
 
     def _send(self, value: Any, rank: int, tag: int) -> None:
         self.sent = [request for request in self.sent if not request.test()[0]]
