@@ -3,7 +3,8 @@
 A Wait waits for a peer's computation until the last peer has posted its part (for weights: until all ranks of their
 chains stand at the Wait; between the stages of a pipeline: all the time); an Agree until the last rank is there.
 What remains is the control plane: messages on their way, the interpreter between instructions, prompts, logs, files.
-Collectives inside a call (gradients, say) count as that call's computation.
+Collectives inside a call (gradients, say) count as that call's computation. Iterations that follow one another without
+a meeting have no such shares.
 """
 
 from collections.abc import Sequence

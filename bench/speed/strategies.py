@@ -84,7 +84,8 @@ def run_case(
     program = load_strategy(name).compile(make_workload(config), cluster, config.strategy)
     split = any((layout.pp, layout.tp) != (1, 1) for layout in program.placement.layouts.values())
     parts: dict[str, float | None] = dict.fromkeys(KINDS)
-    if not split:  # inside a call that several ranks share, the timeline does not tell computing from waiting
+    # inside a call that several ranks share, the timeline does not tell computing from waiting
+    if not split and not program.chains:
         parts |= mean_shares(lanes(records), program)
     static = [static_bytes(program, rank) for rank in cluster.ranks]
     row = {

@@ -158,26 +158,31 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
 
 
 def iteration_s(config: Config, program: Program, world: Any) -> float:
-    """Measures the median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the
-    program's groups. Frees the models before it returns."""
+    """Measures the median seconds of an iteration, of the slowest rank; the same on every rank. In a chain these are the
+    seconds from the end of one iteration on a rank to the end of the next. The world must have the program's groups.
+    Frees the models before it returns."""
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
     from rlhf_spmd.runtime.world.trace import Tracer, clock_of
 
     job = prepare(config, program, world).job
     executor = Executor(job, Tracer(world.rank, clock=clock_of(world.device)))
-    in_flight = None  # of a run that draws ahead: the batch that trains in the next iteration
+    before = None  # of a run that draws ahead: the batch that trains in the next iteration; in a chain the last one
     seconds = []
     for number in range(1 + COUNTED):  # one ahead, number 0 only draws
         data = make_iteration(job, number)
-        world.barrier("the start of an iteration")
+        if not program.chains:
+            world.barrier("the start of an iteration")
         began = time.perf_counter()
-        if program.placement.ahead:
-            executor.iteration(in_flight, data)
-            in_flight = data
+        if program.placement.ahead or program.chains:
+            executor.iteration(before, data)
+            before = data
         else:
             executor.iteration(data)
-        seconds.append(max(world.allgather(time.perf_counter() - began, "the seconds of an iteration")))
-    del job, executor, data, in_flight
+        seconds.append(time.perf_counter() - began)
+    if program.chains:
+        executor.iteration(before, None)
+    slowest = [max(of_ranks) for of_ranks in zip(*world.allgather(seconds, "the seconds of iterations"), strict=True)]
+    del job, executor, data, before
     gc.collect()
-    return statistics.median(seconds[1:])
+    return statistics.median(slowest[1:])

@@ -13,6 +13,7 @@ from rlhf_spmd.runtime.world.trace import Lane, lanes, read_chrome
 
 LARGEST_CONTROL = 0.05  # of an iteration
 OPTIONS = ["iterations=3", "num_samples=0"]
+ALONE = "strategy.chain=false"  # iterations that end with a meeting
 MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("flattening", "interleaving1", "interleaving2")]
 STRATEGIES = ("separation", *MORE)
 
@@ -20,7 +21,9 @@ STRATEGIES = ("separation", *MORE)
 @pytest.fixture(scope="module", params=STRATEGIES)
 def timeline(request, warm, tmp_path_factory) -> tuple[str, tuple[Lane, ...]]:
     runs = tmp_path_factory.mktemp("runs")
-    words = ["train", "--preset", "tiny", "--strategy", request.param, *OPTIONS, "--runs", str(runs), "--name", "one"]
+    own = [ALONE] if request.param == "separation" else []
+    words = ["train", "--preset", "tiny", "--strategy", request.param, *OPTIONS, *own, "--runs", str(runs)]
+    words += ["--name", "one"]
     status, stdout, stderr = warm.run([*words, "--json"], 4, limit_s=400)
     assert status == 0, stderr
     assert json.loads(stdout.splitlines()[-1])["strategy"] == request.param
@@ -30,7 +33,8 @@ def timeline(request, warm, tmp_path_factory) -> tuple[str, tuple[Lane, ...]]:
 def test_the_control_plane_takes_little(timeline):
     strategy, lanes_of_ranks = timeline
     workload = make_workload(presets.load("tiny", OPTIONS))
-    program = load_strategy(strategy).compile(workload, Cluster.parse("1x4"), {})
+    options = {"chain": False} if strategy == "separation" else {}
+    program = load_strategy(strategy).compile(workload, Cluster.parse("1x4"), options)
     assert mean_shares(lanes_of_ranks, program)["control"] <= LARGEST_CONTROL
 
 
@@ -47,3 +51,15 @@ def test_training_begins_while_generation_goes_on(timeline):
             assert min(span.start_s for span in trained) < generated_s
         else:
             assert min(span.end_s for span in trained) > generated_s
+
+
+def test_generation_goes_on_while_the_critic_trains(warm, tmp_path):
+    """In a chain of iterations, by separation; the last one is drained."""
+    words = ["train", "--preset", "tiny", "--strategy", "separation", *OPTIONS, "strategy.chain=true"]
+    status, _, stderr = warm.run([*words, "--runs", str(tmp_path), "--name", "one", "--json"], 4, limit_s=400)
+    assert status == 0, stderr
+    spans = [span for lane in lanes(read_chrome(tmp_path / "one" / "timeline.json")) for span in lane.spans]
+    for number in (0, 1):
+        trained_s = max(span.end_s for span in spans if (span.name, span.iteration) == ("critic_train", number))
+        generated_s = min(s.start_s for s in spans if (s.name, s.iteration) == ("actor_generate", number + 1))
+        assert generated_s < trained_s
