@@ -79,7 +79,8 @@ def programs(config: Config, size: int) -> Iterator[tuple[str, Program]]:
     """Yields the programs of the strategies that apply to so many ranks."""
     for name in STRATEGIES:
         try:
-            yield name, load_strategy(name).compile(make_workload(config), Cluster((Node(size),)), {})
+            options = {"chain": False} if name == "separation" else {}  # iterations are measured one by one
+            yield name, load_strategy(name).compile(make_workload(config), Cluster((Node(size),)), options)
         except UserError as error:
             print(f"{size} ranks, {name}: left out: {error}")
 

@@ -158,9 +158,9 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
 
 
 def iteration_s(config: Config, program: Program, world: Any) -> float:
-    """Measures the median seconds of an iteration, of the slowest rank; the same on every rank. In a chain these are the
-    seconds from the end of one iteration on a rank to the end of the next. The world must have the program's groups.
-    Frees the models before it returns."""
+    """Measures the median seconds of an iteration, of the slowest rank; the same on every rank. In a chain these are
+    from the end of one iteration on a rank to the end of the next. The world must have the program's groups. Frees the
+    models before it returns."""
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
     from rlhf_spmd.runtime.world.trace import Tracer, clock_of
