@@ -16,7 +16,7 @@ from rlhf_spmd.plan.program.instructions import WORLD, Agree, Post, Program, Run
 from rlhf_spmd.plan.program.pipeline import expand, numbers
 
 BUCKET_NUMBERS, MOST_BUCKETS = 100, 4  # small ones, as the models are
-CONTROL = "MPI"  # the communicator of the Agree
+CONTROL = "MPI"  # the communicator of the Agree, for each set of ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def actions(program: Program, rank: int) -> Iterator[Start | Finish]:
         if isinstance(step, Run) and step.group is not None:
             yield from _collective(step.group, step, program.groups.get(step.group, (rank,)), position)
         elif isinstance(step, Agree):
-            yield from _collective(CONTROL, step, program.cluster.ranks, position)
+            yield from _collective(f"{CONTROL} {step.ranks}", step, program.together(rank, step), position)
         elif isinstance(step, Post | Wait):
             transfer = program.transfers[step.transfer]
             if transfer.reallocation is not None:

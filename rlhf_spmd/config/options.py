@@ -462,12 +462,12 @@ def make_workload(config: Config) -> Workload:
         bases=bases(shapes, roles, {role: config.files(role).folder for role in shapes}, same_model),
         adds_adapters=adds_adapters,
         answers=_forecast_answers(config, lengths.mean if lengths else config.row_tokens),
-        may_chain=not _why_all_meet(config),
+        may_chain=not why_all_meet(config),
         state_sums=config.algorithm.state_sums,
     )
 
 
-def _why_all_meet(config: Config) -> str:
+def why_all_meet(config: Config) -> str:
     """Returns what all ranks do together after every iteration; empty: nothing."""
     every = {"checkpoint.every": config.checkpoint.every, "rollouts.every": config.rollouts.every}
     every |= {"eval.every": config.eval.every} if config.eval.prompts else {}

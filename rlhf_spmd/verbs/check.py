@@ -5,12 +5,19 @@ from collections.abc import Sequence
 
 from rlhf_spmd.command_line.checks import Compiled, check_inputs, compiled, tokenizer_findings
 from rlhf_spmd.command_line.words import config_text, length_note, read
-from rlhf_spmd.config.options import Config
+from rlhf_spmd.config.options import Config, why_all_meet
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.output import print_json, table_width
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.proof.memory_check import Finding
-from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_packed, show_program, verdict
+from rlhf_spmd.plan.text.program_listing import (
+    chain_note,
+    show_evaluation,
+    show_findings,
+    show_packed,
+    show_program,
+    verdict,
+)
 
 CONFIG_HEADING = "# The configuration, which can be given back as a file: --config FILE.yaml"
 
@@ -42,7 +49,8 @@ def report(
     """
     program, findings = programs.program, [*programs.findings, *more]
     columns, length = table_width(), length_note(config)
-    parts = [f"{name} on {program.cluster}, preset {config.title}", length, programs.phases_note]
+    note = chain_note(program, why_all_meet(config))
+    parts = [f"{name} on {program.cluster}, preset {config.title}", length, programs.phases_note, note]
     title = "\n".join(filter(None, parts))
     print(show_program(program, title=title, rank=getattr(parsed, "rank", 0), columns=columns))
     may_pack = any(shape and shape.has_large_matrices for shape in program.workload.models.values())

@@ -50,6 +50,15 @@ def order_of_training(workload: Workload, placement: Placement) -> tuple[list[Tr
     return now, [call for call in sorted(calls, key=lambda call: models.index(call.model)) if call not in now]
 
 
+def in_order(workload: Workload, placement: Placement) -> Workload:
+    """Returns the workload with training in the order of a chain: rows go to the first call that reads them."""
+    if not placement.chains(workload):
+        return workload
+    before = (call for call in workload.workflow.calls if not isinstance(call, Train))
+    calls = (*before, *sum(order_of_training(workload, placement), []))
+    return replace(workload, workflow=replace(workload.workflow, calls=calls))
+
+
 def return_early(weights: Sequence[Move], workload: Workload, placement: Placement) -> bool:
     """Returns whether new weights leave as soon as their model has trained: in a chain, if no rank that gets some has
     another model to train after that. All do or none: a rank that waits for some at the end of an iteration, and for
@@ -118,7 +127,7 @@ def place_delayed(instructions: list[Instruction], rank: int, delayed: Sequence[
         if rank not in transfer.ranks or number in done:
             continue
         for position, step in enumerate(instructions[place:], start=place):
-            if isinstance(step, Run) and (step.call not in calls or step.mini_batch):
+            if isinstance(step, Run) and step.call not in calls:
                 break
             if isinstance(step, Run):
                 place = position + 1

@@ -23,7 +23,14 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import COLLECTIVES, HOST, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
 from rlhf_spmd.plan.program.ahead import with_gates
-from rlhf_spmd.plan.program.chain import calls_before, order_of_training, place_delayed, ranks_of_state, return_early
+from rlhf_spmd.plan.program.chain import (
+    calls_before,
+    in_order,
+    order_of_training,
+    place_delayed,
+    ranks_of_state,
+    return_early,
+)
 from rlhf_spmd.plan.program.instructions import (
     Agree,
     Instruction,
@@ -54,6 +61,7 @@ def compile_program(workload: Workload, placement: Placement, cluster: Cluster) 
     not fit the workload or the cluster."""
     workload, placement = with_gates(workload, placement)
     validate(placement, workload, cluster)
+    workload = in_order(workload, placement)
     compiler = _Compiler(workload, placement, cluster)
     compiler.emit()
     return Program(

@@ -1,17 +1,22 @@
-"""Proves that a program cannot deadlock (deadlock.py), reads nothing that is not there, and fits the devices."""
+"""Proves that a program cannot deadlock (deadlock.py), reads nothing that is not there, and fits the devices.
+
+Of a chain (program/chain.py) one iteration that is drained is checked like a program without a chain, and some
+iterations in a row for deadlocks and for the versions of weights.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import product
+from itertools import islice, product
 
 from rlhf_spmd.plan.calls import Compute, Generate, Train, is_gate, trains
 from rlhf_spmd.plan.layout import HOST, format_ranks, group_name
 from rlhf_spmd.plan.placement import group_of, ranks_of
 from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, draws, part_of
+from rlhf_spmd.plan.program.chain import in_a_row, ranks_of_state, unrolled
 from rlhf_spmd.plan.program.compile import offloaded
-from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Wait, delay_of
 from rlhf_spmd.plan.program.pipeline import bodies
-from rlhf_spmd.plan.proof.deadlock import Hang, hangs
+from rlhf_spmd.plan.proof.deadlock import Hang, enough, hangs
 from rlhf_spmd.plan.proof.memory_check import Finding, memory, waste
 
 Problem = Hang | tuple[int | None, int | None, str]  # rank, position of the instruction, what is wrong
@@ -35,10 +40,20 @@ def check(program: Program, beside: Program | None = None) -> list[Finding]:
 
 def _problems(program: Program) -> list[Problem]:
     """Returns what is wrong with the lists of a program."""
-    problems = list(_declarations(program)) or list(_structure(program))
-    if not problems:
-        for find in (_runs, _data, _weights, _offloads, _pipelines, hangs):
-            problems += find(program)
+    num, iteration = 0, program
+    if problems := [*_declarations(program), *_delays(program)]:
+        return problems
+    if program.chains:
+        num, iteration = enough(program), unrolled(program, 1)
+    problems += _structure(iteration)
+    is_sound = not problems
+    for find in (_runs, _data, _weights, _offloads, _pipelines) if is_sound else ():
+        problems += find(iteration)
+    if program.chains:
+        places = [[place for place, _, _ in in_a_row(program, rank, 1)] for rank in program.cluster.ranks]
+        problems = [(r, at if r is None or at is None else places[r][at], text) for r, at, text in problems]
+    if is_sound:
+        problems += [*_versions(program, max(1, num)), *hangs(program, num)]
     return problems
 
 
@@ -76,6 +91,19 @@ def _declarations(program: Program) -> Iterator[Problem]:
             is_outside = not 0 <= min(source, destination) <= max(source, destination) < size
             texts[f"has a message from rank {source} to rank {destination}"] = is_outside or source == destination
         yield from ((None, None, f"transfer {number} {text}") for text, applies in texts.items() if applies)
+
+
+def _delays(program: Program) -> Iterator[Problem]:
+    """Checks that nothing belongs to the iteration before but the metrics, and perhaps new weights, of a chain."""
+    weights = {number for number, transfer in enumerate(program.transfers) if transfer.model is not None}
+    for rank, instructions in enumerate(program.instructions):
+        for position, instruction in enumerate(instructions):
+            metrics = isinstance(instruction, Agree) and not instruction.ranks
+            may = metrics or (isinstance(instruction, Post | Wait) and instruction.transfer in weights)
+            late = delay_of(instruction)
+            if not program.chains * metrics <= late <= program.chains * may:
+                text = f"{instruction} comes {late} iterations late: in a chain metrics do by one, new weights may"
+                yield rank, position, text
 
 
 def _structure(program: Program) -> Iterator[Problem]:
@@ -147,6 +175,7 @@ def _transfer_problems(
 
 def _runs(program: Program) -> Iterator[Problem]:
     """Checks that every rank computes each row of its calls exactly once, trains in order, and ends with its Agree."""
+    agreeing = ranks_of_state(program.workload, program.placement)
     for rank, instructions in enumerate(program.instructions):
         due = _due(program, rank)
         done: set[Cell] = set()
@@ -175,8 +204,13 @@ def _runs(program: Program) -> Iterator[Problem]:
         never = dict.fromkeys(text for cell, text in due.items() if cell not in done)
         yield from ((rank, None, f"never executes {text}") for text in never)
         agrees = [position for position, instruction in enumerate(instructions) if isinstance(instruction, Agree)]
-        if agrees != [len(instructions) - 1]:
+        ends, on_state = agrees[rank in agreeing :], agrees[: rank in agreeing]
+        if ends != [len(instructions) - 1]:
             yield rank, None, f"must end with its one Agree, and has one at each of the instructions {agrees}"
+        counts = [at for at, step in enumerate(instructions) if isinstance(step, Run) and step.consumer]
+        if any(at < max(counts, default=0) for at in on_state):
+            text = f"{instructions[on_state[0]]} comes before instruction {counts[-1]}, {instructions[counts[-1]]}"
+            yield rank, on_state[0], f"{text}, that counts for it"
 
 
 def _cells(program: Program, run: Run, rank: int) -> set[Cell]:
@@ -266,7 +300,7 @@ def _drawn_on(program: Program, rank: int) -> Held:
 
 
 def _weights(program: Program) -> Iterator[Problem]:
-    """Checks that every copy of a trained model gets the new weights once, when no call uses the old ones."""
+    """Checks that every copy of a trained model gets the new weights once, from ranks that train it."""
     workflow, layouts = program.workload.workflow, program.placement.layouts
     for train in (call for call in workflow.calls if isinstance(call, Train)):
         moves = [(number, t) for number, t in enumerate(program.transfers) if t.model == train.model]
@@ -281,8 +315,6 @@ def _weights(program: Program) -> Iterator[Problem]:
                         f"gets the new weights of {model} ({shard}) {times} times an iteration instead of once",
                     )
         for number, move in moves:
-            for rank in move.ranks:
-                yield from _early(program, rank, number, move)
             first = {route.ranks[0] for route in move.reallocation.routes} if move.reallocation else set()
             wrong = first - set(layouts[train.name].ranks)
             if wrong:
@@ -291,16 +323,48 @@ def _weights(program: Program) -> Iterator[Problem]:
                 yield min(wrong), None, text
 
 
-def _early(program: Program, rank: int, number: int, move: Transfer) -> Iterator[Problem]:
-    """Yields a problem for weights that move while a call may still use or change them."""
-    post = program.instructions[rank].index(Post(number))
-    for position, instruction in enumerate(program.instructions[rank][post:], start=post):
-        if isinstance(instruction, Run) and program.workload.workflow.call(instruction.call).model == move.model:
-            text = (
-                f"Post transfer {number} moves the weights of {move.model} before instruction {position}, {instruction}"
+def _versions(program: Program, num: int) -> Iterator[Problem]:
+    """Checks, for some iterations in a row, that weights move when no call uses or changes them: they are complete
+    before a call of the next iteration reads or trains them, and none of their own still does when they move."""
+    weights = [(number, move) for number, move in enumerate(program.transfers) if move.model is not None]
+    for rank in program.cluster.ranks:
+        steps = list(in_a_row(program, rank, num))
+        order = {step: at for at, (_, _, step) in enumerate(steps)}
+        for number, move in weights:
+            if rank in move.ranks:
+                yield from islice(_clashes(program, rank, number, steps, order), 1)
+
+
+def _clashes(
+    program: Program,
+    rank: int,
+    number: int,
+    steps: list[tuple[int, int, Instruction]],
+    order: dict[Instruction, int],
+) -> Iterator[Problem]:
+    """Yields a problem for each Run before or during which new weights move too early or too late. steps: of in_a_row,
+    and where each one is."""
+    model, size = program.transfers[number].model, len(program.transfers)
+    for at, (position, iteration, step) in enumerate(steps):
+        call = program.workload.workflow.call(step.call) if isinstance(step, Run) else None
+        if call is None or call.model != model:
+            continue
+        run, trains, post = (
+            program.instructions[rank][position],
+            isinstance(call, Train),
+            order[Post(number + iteration * size)],
+        )
+        which = f"iteration {iteration}" if program.chains else "the iteration"
+        if post < at:
+            reads = f"writes into a copy of {model} that {which} still reads"
+            text = f"moves the weights of {model} before {which} has trained them" if trains else reads
+            yield rank, steps[post][0], f"Post transfer {number} {text}: instruction {position}, {run}"
+        if iteration and order[Wait(number + (iteration - 1) * size)] > at:
+            sent, came = (
+                f"trains while its weights of iteration {iteration - 1} are being sent",
+                f"reads the weights of iteration {iteration - 1} before they came",
             )
-            yield rank, post, text
-            return
+            yield rank, position, f"{run} {sent if trains else came}: transfer {number}"
 
 
 def _offloads(program: Program) -> Iterator[Problem]:

@@ -17,11 +17,21 @@ Run is one step, which its ranks take together. If both end, so does the program
 because it ends in the order that runs each body whole once all its ranks stand there. Then every communicator of the
 body is empty: those of stages carry nothing but bodies, and the collectives of one step are over before the next step
 of their ranks. pipeline.py says why a body ends for every number of micro-batches or tokens.
+
+The lists of a chain (program/chain.py) are run some times in a row, once more than new weights move in an iteration and
+at least three times. Then any number of iterations ends. For ranks that wait for ever wait for each other in a circle.
+Whoever waits, waits for ranks that are in its own iteration or still in an earlier one, except senders of new weights,
+which wait for ranks in the next iteration. If a circle does so for one model in two iterations, there is a smaller one
+in it: on each rank the new weights of the first come before those of the second (check.py proves it), so who waits for
+a sender to be through with those of the second waits for those of the first. Hence a smallest circle goes on to a next
+iteration at most once for each model.
 """
 
 from collections import defaultdict, deque
+from itertools import islice
 
 from rlhf_spmd.plan.layout import format_ranks
+from rlhf_spmd.plan.program.chain import in_a_row, unrolled
 from rlhf_spmd.plan.program.instructions import Instruction, Post, Program, Transfer, Wait
 
 Hang = tuple[int, int, str]  # rank, position of the instruction in its list, what is wrong with it
@@ -90,8 +100,17 @@ class _Queues:
         return self.known[rank, operation]
 
 
-def hangs(program: Program) -> list[Hang]:
-    """Runs all lists under blocking semantics; every rank that does not end its list is a finding."""
+def enough(program: Program) -> int:
+    """Returns how many iterations of a chain in a row end only if any number does."""
+    return 1 + max(2, sum(transfer.model is not None for transfer in program.transfers))
+
+
+def hangs(chain: Program, num: int = 0) -> list[Hang]:
+    """Runs all lists under blocking semantics; every rank that does not end its list is a finding.
+
+    num: of iterations of a chain in a row; 0: the lists are run as they are.
+    """
+    program = unrolled(chain, num) if num else chain
     lists = program.instructions
     position, queues = [0] * len(lists), _Queues(program.transfers)
     standing: dict[Instruction, set[int]] = defaultdict(set)  # ranks that have reached an instruction
@@ -100,6 +119,13 @@ def hangs(program: Program) -> list[Hang]:
 
     def current(rank: int) -> Instruction | None:
         return lists[rank][position[rank]] if position[rank] < len(lists[rank]) else None
+
+    def place(rank: int) -> tuple[int, str]:
+        """Returns where a rank stands in its list, and at what."""
+        if not num:
+            return position[rank], str(current(rank))
+        at, iteration, _ = next(islice(in_a_row(chain, rank, num), position[rank], None))
+        return at, f"{chain.instructions[rank][at]} of iteration {iteration}"
 
     def late(rank: int, instruction: Instruction) -> set[int]:
         """Returns the ranks for which an instruction still waits."""
@@ -138,8 +164,10 @@ def hangs(program: Program) -> list[Hang]:
         if instruction is not None:
             others = late(rank, instruction)
             peer = min(others, key=lambda other: (current(other) is not None, other))
-            there = current(peer)
-            where = "has ended its list" if there is None else f"stands at instruction {position[peer]}: {there}"
+            where = "has ended its list"
+            if current(peer) is not None:
+                where = "stands at instruction {}: {}".format(*place(peer))
+            at, text = place(rank)
             ranks = format_ranks(tuple(sorted(others)))
-            found.append((rank, position[rank], f"{instruction} waits for ever for ranks {ranks}; rank {peer} {where}"))
+            found.append((rank, at, f"{text} waits for ever for ranks {ranks}; rank {peer} {where}"))
     return found

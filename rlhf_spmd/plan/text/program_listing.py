@@ -17,7 +17,7 @@ from rlhf_spmd.plan.cost.memory import (
 )
 from rlhf_spmd.plan.layout import Layout, format_ranks, group_name
 from rlhf_spmd.plan.placement import group_of
-from rlhf_spmd.plan.program.instructions import Program, Run, Transfer
+from rlhf_spmd.plan.program.instructions import Program, Run, Transfer, Wait, delay_of
 from rlhf_spmd.plan.program.pipeline import is_pipelined, largest_number, order_of_passes
 from rlhf_spmd.plan.proof.memory_check import Finding
 
@@ -77,6 +77,34 @@ def show_program(program: Program, *, title: str, rank: int, columns: int | None
             ]
     parts += ["", f"What rank {rank} executes in one iteration", _instructions(program, rank)]
     return "\n".join(parts)
+
+
+def chain_note(program: Program, meets: str) -> str:
+    """Says in a line which ranks begin an iteration while a model still trains in the one before, if a placement asks
+    for that, or why none does; empty if it does not ask.
+
+    meets: what all ranks do together after every iteration.
+    """
+    workflow, placement = program.workload.workflow, program.placement
+    if not placement.chain or placement.ahead or not workflow.train_calls:
+        return ""
+    if not program.chains:
+        return f"iterations do not overlap, because all ranks meet after each of them: {meets}"
+    first = workflow.placed_calls[0].name
+    still, ranks = set(workflow.trained_models), placement.layouts[first].ranks
+    for rank in ranks:
+        begins = False
+        for step in program.instructions[rank]:
+            begins = begins or isinstance(step, Run)
+            if isinstance(step, Wait) and not (begins and step.delay):
+                still.discard(str(program.transfers[step.transfer].model))
+        still -= set(program.trained(rank))
+    names = [model for model in workflow.trained_models if model in still]
+    when = (
+        f"while {' and '.join(names)} still train{'s' * (len(names) == 1)}" if names else "when all models have trained"
+    )
+    where = f"rank{'s' * (len(ranks) > 1)} {format_ranks(tuple(sorted(ranks)))}"
+    return f"iterations follow one another: {first} of the next one begins on {where} {when}"
 
 
 def show_evaluation(program: Program, columns: int | None = None) -> str:
@@ -197,7 +225,7 @@ def show_packed(program: Program) -> str:
 def _instructions(program: Program, rank: int) -> str:
     lines = []
     for position, instruction in enumerate(program.instructions[rank]):
-        text = str(instruction)
+        text = str(instruction) + " of the iteration before" * delay_of(instruction)
         if not isinstance(instruction, Run) and hasattr(instruction, "transfer"):
             text += f": {program.describe(instruction.transfer)}"
         lines.append(f"  {position:4}  {text}")

@@ -250,7 +250,7 @@ def test_weights_that_arrive_while_a_shadow_still_uses_the_old_ones():
     program = separation()
     weights = number_of(program, "weights of actor")
     broken = edited(program, 0, lambda s: s.insert(0, s.pop(s.index(Post(weights)))))
-    assert_refused(broken, 0, f"Post transfer {weights} moves the weights", "Run actor_generate", position=0)
+    assert_refused(broken, 0, f"Post transfer {weights} writes into a copy of actor", "Run actor_generate", position=0)
 
 
 @pytest.mark.parametrize("copies", [0, 2])

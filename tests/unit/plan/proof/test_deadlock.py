@@ -48,7 +48,7 @@ def standing(program: Program, rng: random.Random, *, in_order: bool = True) -> 
 
     def group_of(step) -> tuple[object, tuple[int, ...]] | None:
         if isinstance(step, Agree):
-            return "everyone", tuple(range(size))
+            return ("everyone", step.ranks), step.ranks or tuple(range(size))
         if isinstance(step, Run) and step.group is not None:
             return step.group, program.groups[step.group]
         return None
