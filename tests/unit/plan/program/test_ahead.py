@@ -151,7 +151,8 @@ def test_lists_that_read_what_is_not_there_are_found():
     moved = [one for one in early[2] if one != Post(weights)]
     early[2] = (Post(weights), *moved)
     assert any(
-        "moves the weights of actor before" in text for text in errors(replace(program, instructions=tuple(early)))
+        "writes into a copy of actor that the iteration still reads" in text
+        for text in errors(replace(program, instructions=tuple(early)))
     )
 
 

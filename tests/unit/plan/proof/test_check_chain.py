@@ -60,6 +60,14 @@ def test_a_copy_is_read_before_its_new_weights_came(model):
     assert_refused(broken, GENERATOR, first, "reads the weights of iteration 0 before they came", position=at)
 
 
+def test_a_copy_is_read_while_its_new_weights_come():
+    program = chained()
+    number, at = weights_of(program, "critic"), where(program, GENERATOR, "Run critic_infer")
+    broken = edited(program, GENERATOR, lambda s: s.insert(at, s.pop(s.index(Wait(number)))))
+    text = "reads the weights of iteration 0 before they came"
+    assert_refused(broken, GENERATOR, "Run critic_infer", text, f"transfer {number}", position=at - 1)
+
+
 @pytest.mark.parametrize(("kind", "words"), [(Post, "never posts transfer"), (Wait, "but never waits for it")])
 def test_a_post_or_wait_of_new_weights_dropped(kind, words):
     program = chained()

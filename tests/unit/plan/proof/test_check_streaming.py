@@ -107,7 +107,7 @@ def test_weights_that_arrive_before_the_last_mini_batch_is_generated():
     weights = next(number for number, transfer in enumerate(program.transfers) if transfer.model == "actor")
     at = where(program, GENERATOR, "Run actor_generate epoch 0 mini-batch 2")
     broken = moved(program, GENERATOR, Post(weights), at)
-    words = (f"Post transfer {weights} moves the weights of actor before", "Run actor_generate epoch 0 mini-batch 2")
+    words = (f"Post transfer {weights} writes into a copy of actor", "Run actor_generate epoch 0 mini-batch 2")
     assert_refused(broken, GENERATOR, *words, position=at)
 
 
