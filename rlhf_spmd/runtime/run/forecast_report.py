@@ -134,6 +134,8 @@ def compare(
         call.name for call in program.workload.workflow.calls
     }  # the last step of a run that draws ahead draws none
     numbers = sorted(number for number, names in ran.items() if every <= names)
+    if program.chains:  # an iteration lasts from the end of the one before
+        numbers = [number for number in numbers if number - 1 in numbers] or numbers
     measured = [_measured_s(program, all_lanes, number) for number in ([n for n in numbers if n] or numbers)]
     forecast_s = call_s(here) | {WHOLE: here.makespan_s}
     seconds = {name: statistics.median(one[name] for one in measured) for name in forecast_s if measured}
@@ -164,7 +166,11 @@ def _measured_s(program: Program, all_lanes: Sequence[Lane], number: int) -> dic
     for rank, run, span in pairs:
         begin_s = span.start_s if run.group is None else came_s[run]
         of_rank[run.call, rank] = of_rank.get((run.call, rank), 0.0) + max(span.end_s - begin_s, 0.0)
-    whole_s = max(span.end_s for mine in spans for span in mine) - min(span.start_s for mine in spans for span in mine)
+    begin_s = min(span.start_s for mine in spans for span in mine)
+    if program.chains:
+        before = (span.end_s for lane in all_lanes for span in lane.spans if span.iteration == number - 1)
+        begin_s = max(before, default=begin_s)
+    whole_s = max(span.end_s for mine in spans for span in mine) - begin_s
     calls = {call.name: max(s for (name, _), s in of_rank.items() if name == call.name) for call in workflow.calls}
     return calls | {WHOLE: whole_s}
 
