@@ -32,6 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
 NUM_RANDOM, NUM_QUICK = 30, 4
+QUICK_CHAINS = ("separation", 150), ("separation in slices", 0)
 
 
 def by_strategy(name: str, **options) -> Callable:
@@ -98,9 +99,13 @@ def test_between_gpus(host_bytes, settings, expected, world, make_group):
 
 
 @pytest.mark.parametrize(
-    "name", ["separation", "separation in stages", "separation in slices", "streaming with stages"]
+    ("name", "host_bytes"),
+    [
+        pytest.param(name, host_bytes, marks=[] if (name, host_bytes) in QUICK_CHAINS else [pytest.mark.slow])
+        for name in ("separation", "separation in stages", "separation in slices", "streaming with stages")
+        for host_bytes in (0, 150, 2**24)
+    ],
 )
-@pytest.mark.parametrize("host_bytes", [0, 150, 2**24])
 def test_chains_between_gpus(name, host_bytes, settings, world, make_group):
     """Weights in the communicator of large rows, which the next iteration sends before the last copy has them."""
     settings = dataclasses.replace(settings, iterations=3)
@@ -109,6 +114,7 @@ def test_chains_between_gpus(name, host_bytes, settings, world, make_group):
     placement = dataclasses.replace(PLACEMENTS[name](workload, cluster), chain=True)
     program = compile_program(workload, placement, cluster)
     assert program.chains
+    assert [finding for finding in check(program) if finding.severity == "error"] == []
     chained = Chained(settings, with_groups(world, program, make_group), program).iterations()
     alone = RunOf(settings).iterations()
     assert [row["tokens_sha256"] for row in chained] == [row["tokens_sha256"] for row in alone]
