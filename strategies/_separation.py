@@ -23,7 +23,7 @@ class Options:
     in_flight: int = 2  # number of mini-batches that may be in transit at once while streaming
     decode_mini_batches: int = 2  # number of mini-batches whose rows a replica decodes at once while streaming
     # begin an iteration when the actor has trained, while the critic still does; the numbers are the same
-    chain: bool = False
+    chain: bool = True
     # 1: generate the responses of the next iteration while one trains; 0: generate with the newest weights
     ahead: int = 0
     zero: int = 0  # ZeRO stage of the models in training

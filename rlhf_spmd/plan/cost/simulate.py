@@ -4,6 +4,9 @@ Instructions mean the same as in deadlock.py and runtime/execute/executor.py: a 
 rank arrives and ends on all ranks together; a message starts once both ends have posted it; a Wait ends with the last
 message of this rank's part; Agree ends when the last rank arrives. A rank sends, and receives, one message after the
 other, those through host memory beside the rest; ranks that share the cores of a node share their time.
+
+In a chain of iterations (program/chain.py) every rank executes its list again and again, until a list takes all ranks
+as long as the one before: that is the iteration which is returned. None of them is drained.
 """
 
 import heapq
@@ -12,14 +15,18 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from math import isclose
 
-from rlhf_spmd.plan.program.instructions import Instruction, Load, Message, Post, Program, Run, Wait
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Message, Post, Program, Run, Wait, delay_of
 from rlhf_spmd.plan.program.pipeline import expand, usual_number
+
+MOST_STEPS = 8  # of a chain whose times do not repeat; then it has the mean of two
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Begin and end of every instruction in seconds, [rank][position] of `program`, in which pipelines are expanded."""
+    """Begin and end of every instruction in seconds, [rank][position] of `program`, in which pipelines are expanded. In
+    a chain: of one execution of the lists, since its first rank began it."""
 
     program: Program
     times: tuple[tuple[tuple[float, float], ...], ...]
@@ -27,7 +34,7 @@ class Forecast:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds of one iteration; in a chain those by which a further one makes it longer."""
+        """Seconds of one iteration; in a chain those by which a further one that is not drained makes it longer."""
         if self.period_s is not None:
             return self.period_s
         return max((times[-1][1] for times in self.times if times), default=0.0)
@@ -51,7 +58,7 @@ class Times:
 
 
 def simulate(program: Program, times: Times, num_micro_batches: Callable[[Run], int] | None = None) -> Forecast:
-    """Simulates one iteration of a program for which `check` finds no error.
+    """Simulates one iteration of a program for which `check` finds no error; in a chain, one amid many.
 
     num_micro_batches(run): of a Run with stages, for whose passes run_s is called one by one (see Run.phase); None: as
     many as its rows make in full-sized micro-batches.
@@ -59,9 +66,7 @@ def simulate(program: Program, times: Times, num_micro_batches: Callable[[Run], 
     program = expand(program, num_micro_batches or (lambda run: usual_number(program, run)))
     simulation = _Simulation(program, times)
     simulation.go_on()
-    done = zip(simulation.spans, program.instructions, strict=True)
-    assert all(len(spans) == len(instructions) for spans, instructions in done), "the program hangs; check says where"
-    return Forecast(program, tuple(tuple(spans) for spans in simulation.spans))
+    return simulation.steady() if simulation.num_steps > 1 else Forecast(program, simulation.times_of_step(0))
 
 
 class _Simulation:
@@ -69,7 +74,11 @@ class _Simulation:
 
     def __init__(self, program: Program, times: Times):
         self.program, self.times = program, times
-        self.spans: list[list[tuple[float, float]]] = [[] for _ in program.instructions]
+        self.spans: list[list[tuple[float, float]]] = [[] for _ in program.instructions]  # of all steps
+        chained = any(isinstance(step, Agree) and step.delay for steps in program.instructions for step in steps)
+        self.num_steps, self.steady_step = (MOST_STEPS if chained else 1), 0  # 0: not known yet
+        self.ends: list[dict[int, float]] = [{} for _ in range(MOST_STEPS)]  # of each step, of ranks with Runs
+        self.busy = {rank for rank in self.program.cluster.ranks if any(map(_is_run, program.instructions[rank]))}
         self.now, self.numbers = 0.0, count()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.ranks = program.cluster.ranks
@@ -89,12 +98,28 @@ class _Simulation:
 
     def go_on(self) -> None:
         """Processes all events."""
-        while self.ready or self.events:
+        while (self.ready or self.events) and not self.steady_step:
             while self.ready:
                 self._arrive(self.ready.popleft())
             if self.events:
                 self.now, _, happens = heapq.heappop(self.events)
                 happens()
+
+    def times_of_step(self, step: int, since_s: float = 0.0) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """Returns begin and end of each instruction in one execution of the lists. Ranks without Runs are early."""
+        sizes = map(len, self.program.instructions)
+        parts = [spans[step * size :][:size] for spans, size in zip(self.spans, sizes, strict=True)]
+        done = zip(parts, self.program.instructions, strict=True)
+        assert all(len(part) == len(listed) for part, listed in done), "the program hangs; check says where"
+        return tuple(tuple((max(0.0, a - since_s), max(0.0, b - since_s)) for a, b in part) for part in parts)
+
+    def steady(self) -> Forecast:
+        """Returns an iteration amid many, which takes as long as the one before."""
+        step, over = (self.steady_step, 1) if self.steady_step else (MOST_STEPS - 2, 2)
+        assert len(self.ends[step]) == len(self.busy), "the program hangs; check says where"
+        end_s, before_s = (max(self.ends[one].values()) for one in (step, step - over))
+        start_s = min(self.spans[rank][step * len(self.program.instructions[rank])][0] for rank in self.busy)
+        return Forecast(self.program, self.times_of_step(step, start_s), (end_s - before_s) / over)
 
     def at(self, time: float, happens: Callable[[], None]) -> None:
         """Adds an event at a later time."""
@@ -104,14 +129,21 @@ class _Simulation:
         """Executes a rank's instructions until one takes time or waits."""
         instructions = self.program.instructions[rank]
         self.began[rank] = self.now
-        while len(self.spans[rank]) < len(instructions):
-            instruction = instructions[len(self.spans[rank])]
-            if isinstance(instruction, Post):
-                self._post(rank, instruction.transfer)
+        while len(self.spans[rank]) < self.num_steps * len(instructions):
+            step, place = divmod(len(self.spans[rank]), len(instructions))
+            if step and not place and rank in self.busy:
+                self._end_step(rank, step - 1)
+            instruction = instructions[place]
+            iteration = step - delay_of(instruction)
+            first = iteration * len(self.program.transfers)  # number of the iteration's first transfer
+            if isinstance(instruction, Post) and iteration >= 0:
+                self._post(rank, first + instruction.transfer)
+            late = isinstance(instruction, Agree) and instruction.delay
+            if isinstance(instruction, Post) or late or iteration < 0:
                 self.spans[rank].append((self.now, self.now))
                 continue
             if isinstance(instruction, Wait) and not self.program.moves_weights(instruction):
-                self._wait(rank, instruction.transfer)
+                self._wait(rank, first + instruction.transfer)
                 return
             members = self.program.together(rank, instruction)
             number = self.arrived.pop(instruction, 0) + 1 if len(members) > 1 else 1
@@ -120,6 +152,14 @@ class _Simulation:
             else:
                 self._begin(instruction, members)
             return
+
+    def _end_step(self, rank: int, step: int) -> None:
+        """Notes when a rank has ended a step, and whether it then has taken all ranks as long as the one before."""
+        ends = self.ends[step]
+        ends[rank] = self.now
+        if step > 1 and len(ends) == len(self.busy):  # the first one lacks what is delayed
+            lengths = [end_s - self.ends[step - 1][one] for one, end_s in ends.items()]
+            self.steady_step = step * isclose(min(lengths), max(lengths))
 
     def _end(self, members: tuple[int, ...]) -> None:
         """Ends the current instruction of these ranks."""
@@ -166,7 +206,8 @@ class _Simulation:
         if key not in self.known:
             update, passes = replace(run, phase="update"), {}
             for rank in shard:
-                instructions, first = self.program.instructions[rank], len(self.spans[rank]) + 1
+                instructions = self.program.instructions[rank]
+                first = len(self.spans[rank]) % len(instructions) + 1
                 passes[rank] = instructions[first : instructions.index(update, first)]
             alone = replace(self.program, instructions=tuple(passes.get(rank, ()) for rank in self.ranks))
             inner = _Simulation(alone, self.times)
@@ -223,13 +264,17 @@ class _Simulation:
 
     def _part(self, transfer: int, rank: int) -> Sequence[Message]:
         """Returns the messages of a transfer of data that a rank sends or receives."""
-        moved = self.program.transfers[transfer]
+        moved = self.program.transfers[transfer % len(self.program.transfers)]
         if moved.reallocation is not None:
             return ()
         messages = (*moved.sent_by(rank), *moved.received_by(rank))
         if (rank, transfer) not in self.left:
             self.left[rank, transfer], self.latest[rank, transfer] = len(messages), 0.0
         return messages
+
+
+def _is_run(instruction: Instruction) -> bool:
+    return isinstance(instruction, Run)
 
 
 class _Shared:

@@ -60,10 +60,11 @@ class Row:
 
 
 class Timeline:
-    """The last iterations of a panel."""
+    """The last iterations of a panel, at least two where the last one begins before the one before it has ended."""
 
     def __init__(self, records: Sequence[Mapping[str, object]], num_iterations: int):
-        self.lanes = last_iterations(lanes(records), num_iterations)
+        self.overlaps = _overlap([span for lane in lanes(records) for span in lane.spans])
+        self.lanes = last_iterations(lanes(records), max(num_iterations, 1 + self.overlaps))
         self.spans = [span for lane in self.lanes for span in lane.spans]
         self.start_s = min((span.start_s for span in self.spans), default=0.0)
         self.end_s = max((span.end_s for span in self.spans), default=1.0)
@@ -129,7 +130,8 @@ def write_png(
 def add_stack(
     picture: Picture, panels: Sequence[Panel], *, styles: Mapping[str, Style], most_lanes: int | None = None
 ) -> None:
-    """Draws timelines of one iteration each, below each other on one axis of seconds, and the legend.
+    """Draws timelines below each other on one axis of seconds, of one iteration each (of two that overlap), and the
+    legend.
 
     styles: of calls by their names, as styles_of returns them.
     most_lanes: of the whole stack; if there are more ranks, those of a timeline that do the same share a lane.
@@ -169,6 +171,16 @@ def last_iterations(all_lanes: Sequence[Lane], num_iterations: int) -> list[Lane
         return span.iteration in wanted
 
     return [Lane(lane.rank, lane.host, tuple(filter(is_shown, lane.spans))) for lane in all_lanes]
+
+
+def _overlap(spans: Sequence[Span]) -> bool:
+    """Returns whether the last iteration begins well before the one before it has ended."""
+    numbers = sorted({span.iteration for span in spans if span.iteration is not None})[-2:]
+    if len(numbers) < 2:
+        return False
+    before, last = ([span for span in spans if span.iteration == number] for number in numbers)
+    both_s = max(span.end_s for span in (*before, *last)) - min(span.start_s for span in (*before, *last))
+    return max(span.end_s for span in before) - min(span.start_s for span in last) > ALIKE * both_s
 
 
 def _joined(spans: Sequence[Span], style_of: Callable[[Span], Style], gap_s: float) -> list[Run]:
@@ -255,7 +267,10 @@ class _Stack:
             axes.broken_barh(idle, (row - 0.42, 0.84), facecolor=palette.IDLE, linewidth=0, zorder=1)
             self._draw_spans(axes, row, lane.spans)
             if self.lane_inch >= LABELLED_INCH:
-                self._write_words(axes, row, lane.spans)
+                for iteration in {span.iteration for span in lane.spans}:
+                    named = f" {iteration + 1}" if timeline.overlaps and iteration is not None else ""
+                    spans = [span for span in lane.spans if span.iteration == iteration]
+                    self._write_words(axes, row, spans, named)
             if row and lane.host != rows[row - 1].host:  # another node starts here
                 axes.axhline(row - 0.5, color=FAINT_INK, linewidth=0.8, zorder=7)
         step = max(1, ceil(LABELLED_INCH / self.lane_inch))
@@ -288,11 +303,12 @@ class _Stack:
             bars_of_style = axes.broken_barh(ranges, (bottom, height), zorder=layer, linewidth=edge)
             bars_of_style.set(facecolor=style.colour, edgecolor=style.edge, hatch=style.hatch)
 
-    def _write_words(self, axes: Axes, row: int, spans: Sequence[Span]) -> None:
-        """Writes the names of calls into them, on two lines if one is too long; joined neighbours share one."""
+    def _write_words(self, axes: Axes, row: int, spans: Sequence[Span], more: str) -> None:
+        """Writes the names of calls into them, and `more`, on two lines if one is too long; joined neighbours share
+        one."""
         for style, start_s, end_s in self._all_joined([span for span in spans if span.category not in SPANS]):
             room = (end_s - start_s) / self.width_s * (WIDTH - LEFT - RIGHT) / (CHARACTER * SMALL) - 1.5  # characters
-            label = style.label
+            label = style.label + more
             if len(label) > room and self.lane_inch >= TWO_LINES_INCH:
                 label = label.replace(" ", "\n", 1)
             if max(map(len, label.split("\n"))) <= room:
