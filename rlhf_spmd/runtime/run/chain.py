@@ -58,7 +58,8 @@ class Chain(Loop):
             job.world.progress(f"waiting for: {data.title} on rank 0", number)  # begins as all waits do
             if not self.reports.told():
                 data.store.clear()
-                self.unknown.append((data, time.perf_counter() - self.began_s))
+                if job.world.rank == 0:
+                    self.unknown.append((data, time.perf_counter() - self.began_s))
                 yield from self._known()
                 continue
             answers = self.executor.iteration(data, None)
@@ -69,7 +70,7 @@ class Chain(Loop):
 
     def _known(self, *, wait: bool = False) -> Iterator[Done]:
         """Sums up on rank 0 the iterations that all ranks have told of; with `wait` all."""
-        while self.job.world.rank == 0 and self.unknown:
+        while self.unknown:
             data, seconds = self.unknown[0]
             reports = self.reports.all_of(data.number) if wait else self.reports.arrived(data.number)
             if reports is None:
@@ -82,7 +83,6 @@ class Chain(Loop):
     def _drained(self, data: Iteration, answers: list[dict[str, Any]], seconds: float) -> Done:
         """Sums up the iteration after which all ranks have met, and shares what rank 0 knows of those before it."""
         world, read = self.job.world, self.job.config.algorithm.read_state
-        self.unknown.clear()
         self.reports.finish()
         known = self.history[self.num_shared :]  # on other ranks nothing
         state = None if self.state is None else asdict(self.state)

@@ -179,7 +179,7 @@ def test_a_peer_that_posted_is_not_late():
 def test_a_peer_that_posted_long_ago_is_not_late():
     """While streaming a rank posts much before it waits, and the board shows its last position alone."""
     workload, cluster = make_workload(mini_batch=8, num_mini_batches=4), Cluster.parse("1x8")
-    program = compile_program(workload, separation.place(workload, cluster), cluster)
+    program = compile_program(workload, separation.place(workload, cluster, chain=False), cluster)
     board = Board(8)
     everyone = executors(program, board)
     for rank, executor in enumerate(everyone):

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_spmd.plan.program.instructions import Agree, Post, Run, Wait
-from rlhf_spmd.runtime.failure.diagnosis import RankState, WaitGraph, diagnose
+from rlhf_spmd.runtime.failure.diagnosis import BETWEEN, RankState, WaitGraph, diagnose, late_ranks
 from rlhf_spmd.runtime.failure.records import NOWHERE
 from rlhf_spmd.strategies import flattening, separation
 from tests.unit.runtime.failure.test_records import program_of
@@ -109,3 +109,20 @@ def test_the_lists_survive_a_file(strategy, tmp_path):
                 needs = graph.of_rank[rank][position].needs
                 met = Wait if program.transfers[instruction.transfer].reallocation is not None else Post
                 assert needs and all(isinstance(program.instructions[other][place], met) for other, place, _ in needs)
+
+
+def test_in_a_chain_a_sender_waits_for_ranks_of_the_next_iteration():
+    """New weights arrive in the list of the next iteration, on ranks that only have a copy."""
+    program = program_of(separation)
+    graph, weights = WaitGraph.of(program), next(n for n, t in enumerate(program.transfers) if t.model == "critic")
+    assert program.chains
+    sends = find(program, 0, Wait, transfer=weights)
+    rank, place, later = next(need for need in graph.of_rank[0][sends].needs if need[0] > 1)
+    assert program.instructions[rank][place] == Wait(weights) and later == 1
+    sender = standing(program, 0, sends, iteration=3)
+    for reached, late in (((3, BETWEEN - 1), True), ((4, place - 1), True), ((4, place), False), ((5, 0), False)):
+        other = RankState(rank, "here", "a text", *reached, 1.0)
+        assert late_ranks(graph.of_rank[0][sends].needs, 3, {0: sender, rank: other}) == ((rank,) if late else ())
+    receives = graph.of_rank[rank][place].needs  # of the iteration before
+    assert (0, sends, -1) in receives
+    assert late_ranks(receives, 4, {0: sender}) == () == late_ranks(receives, 4, {0: standing(program, 0, 0, 4)})
