@@ -81,7 +81,12 @@ def later_grid_of(strategy: str, num_devices: int) -> dict[str, tuple]:
     """Returns the options that are chosen one after another, once those of grid_of() are known."""
     if strategy not in ("separation", "heterogeneous"):
         return {}
-    later: dict[str, tuple] = {"decode_mini_batches": (1, 4, 8), "in_flight": (1, 4), "stream": (False,)}
+    later: dict[str, tuple] = {
+        "chain": (False, True),
+        "decode_mini_batches": (1, 4, 8),
+        "in_flight": (1, 4),
+        "stream": (False,),
+    }
     if strategy == "heterogeneous":
         return later
     ranks = tuple(num_devices * eighths // 8 for eighths in range(1, 8)) if num_devices >= 8 else ()

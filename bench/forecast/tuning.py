@@ -73,18 +73,21 @@ class _Known:
 
     def least_s(self, placement: Placement) -> float:
         """Bounds a forecast from below: generation, inference and training, each on its busiest rank, one after
-        another. Where they stream, only one mini-batch of the others lies before or behind."""
+        another. Where they stream, only one mini-batch of the others lies before or behind. In a chain, training of
+        models that the first call does not need may overlap with the next iteration."""
+        chains, first = placement.chains(self.workload), self.workload.workflow.placed_calls[0].model
         busy_s: dict[str, dict[int, float]] = {"generate": {}, "infer": {}, "train": {}}
         whole_s: dict[int, float] = {}
         for call in self.workload.workflow.placed_calls:
             seconds = self._call_s(placement, call)
             for rank in placement.layouts[call.name].ranks:
-                busy_s[call.kind][rank] = busy_s[call.kind].get(rank, 0.0) + seconds
+                if not (chains and call.kind == "train" and call.model != first):
+                    busy_s[call.kind][rank] = busy_s[call.kind].get(rank, 0.0) + seconds
                 whole_s[rank] = whole_s.get(rank, 0.0) + seconds
         phases_s = [max(ranks.values(), default=0.0) for ranks in busy_s.values()]
         number = self.workload.num_mini_batches if placement.streams(self.workload) else 1
         lines_s = (phase_s + (sum(phases_s) - phase_s) / number for phase_s in phases_s)
-        return max(*lines_s, *whole_s.values()) if number > 1 else sum(phases_s)
+        return max(*lines_s, *whole_s.values())
 
     def _call_s(self, placement: Placement, call) -> float:
         """Returns the seconds of a call in an iteration, on the first or the last rank of its layout: the last stage of

@@ -27,6 +27,7 @@ from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
 
 TIGHT = "generation decodes fewer sequences at a time"  # the warning of memory_check.memory, shortened
+OVERLAP = "iterations overlap"  # of a chain
 KEEP = 20  # plans that are simulated
 AUTO_BUDGET = 400_000  # steps of the exact search of `auto`, which each rank makes; without a proof, two_phase follows
 AHEAD = {"0": (0,), "1": (1,), "auto": (0, 1)}  # plan --ahead
@@ -132,9 +133,11 @@ def plans_table(
     second: list[tuple[str, ...]] = [("plan", *calls)]
     for row in rows:
         program, seconds, limit = row.program, call_s(row.forecast), limits(row.program, calibration)
-        words = ", ".join(filter(None, (row.note, TIGHT if memory(program) else "")))
+        words = (row.note, OVERLAP if program.chains else "", TIGHT if memory(program) else "")
         idle, most = f"{abs(bubble(row.forecast)):.0%}", format_bytes(most_bytes(program))
-        first.append((row.name, f"{row.forecast.makespan_s:.4g}", idle, most, *_device(program), words))
+        first.append(
+            (row.name, f"{row.forecast.makespan_s:.4g}", idle, most, *_device(program), ", ".join(filter(None, words)))
+        )
         second.append((row.name, *(f"{seconds[call]:.3g} {limit[call]}" if call in seconds else "-" for call in calls)))
     first += [(name, *("-" * 5), note) for name, note in misfits.items()]
     heading = "Seconds of each call in an iteration, and what limits it"
@@ -156,6 +159,8 @@ def module_source(row: Alternative, config: Config, calibration: Calibration, ov
         f"calibration {calibration.name}, for devices of type {', '.join(cluster.device_types)}. One of them "
         f"would hold {format_bytes(most_bytes(program))} at most."
     )
+    if program.chains:
+        about += " An iteration begins on some ranks while others still train in the one before."
     if overrides:
         about += f" Planned with {' '.join(overrides)}."
     title = f"{row.name}: {row.forecast.makespan_s:.4g} s per iteration of {config.title} on {cluster}."

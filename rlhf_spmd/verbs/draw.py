@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf_spmd.command_line.fitting_strategies import compile_all, missing_bytes
 from rlhf_spmd.command_line.outputs import check_out, save
+from rlhf_spmd.command_line.plans import OVERLAP
 from rlhf_spmd.command_line.words import read
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.files.output import print_json, table_width
@@ -38,7 +39,9 @@ def run(parsed: argparse.Namespace) -> int:
     save(out, lambda path: picture_of(programs, forecasts, title=title, maps=maps, by=by).save(path))
     print(forecast_table(programs, forecasts, table_width()))
     seconds = {name: made.makespan_s for name, made in forecasts.items()}
-    print_json({"out": str(out), "strategies": list(programs), "forecast_s": seconds or None, "ok": True}, parsed.json)
+    chains = {name: program.chains for name, program in programs.items()}
+    values = {"out": str(out), "strategies": list(programs), "forecast_s": seconds or None, "chain": chains}
+    print_json(values | {"ok": True}, parsed.json)
     return 0
 
 
@@ -63,16 +66,17 @@ def picture_of(
         add_maps(picture, [Map(Path(name).stem, program) for name, program in programs.items()])
     if forecasts:
         panels = [
-            Panel(Path(name).stem, spans_of_forecast(made), note(made.program)) for name, made in forecasts.items()
+            Panel(Path(name).stem, spans_of_forecast(made), note(made.program, f", one every {made.makespan_s:.3g} s"))
+            for name, made in forecasts.items()
         ]
         add_stack(picture, panels, styles=styles_of(workflow), most_lanes=MOST_LANES)
     return picture
 
 
-def note(program: Program) -> str:
-    """Returns a note if a program does not fit its devices; else empty."""
-    missing = missing_bytes(program)
-    return f"does not fit: a device lacks {format_bytes(missing)}" if missing > 0 else ""
+def note(program: Program, more: str = "") -> str:
+    """Returns notes on a program: whether its iterations overlap (then followed by `more`), and what it lacks."""
+    missing, notes = missing_bytes(program), [OVERLAP + more] if program.chains else []
+    return ", ".join([*notes, f"does not fit: a device lacks {format_bytes(missing)}"] if missing > 0 else notes)
 
 
 def forecast_table(

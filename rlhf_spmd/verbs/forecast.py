@@ -37,6 +37,8 @@ def run(parsed: argparse.Namespace) -> int:
     where = f"preset {config.title} on {cluster} ({', '.join(cluster.device_types)})"
     print(f"{name}, {where}, seconds by calibration {calibration.name}")
     print(f"  {made.makespan_s:.4g} s per iteration, {rate:.4g} sequences/s, bubble {idle:.0%}")
+    if program.chains:
+        print("  Iterations overlap: one begins on some ranks while others still train in the one before")
     columns = table_width()
     by_call, by_rank = call_table(program, seconds, limit, columns), memory_table(program, columns)
     print(f"\nSeconds of each call in an iteration, and what limits it\n{by_call}")
@@ -62,6 +64,7 @@ def run(parsed: argparse.Namespace) -> int:
         "forecast_s": made.makespan_s,
         "samples_per_s": rate,
         "bubble": idle,
+        "chain": program.chains,
         "evaluation_s": evaluation_s,
         "calls": calls,
         "peak_bytes": most_bytes(program),

@@ -54,6 +54,8 @@ def run(parsed: argparse.Namespace) -> int:
         took += f"; the search ended at its budget, so a plan that is up to {result.gap:.1%} faster may be missing"
     elif result.gap is not None:
         took += "; gap 0.0%: of the searched meshes, grids and micro-batches, none is faster at the level of calls"
+    if result.gap is not None:
+        took += ", among those whose iterations do not overlap"
     print(f"{where}, seconds by calibration {calibration.name}: {took}")
     if calibration.sources:
         print(f"sources of its constants: {calibration.sources_text}")
@@ -77,6 +79,7 @@ def run(parsed: argparse.Namespace) -> int:
         "num_scored": result.num_scored,
         "plans": {row.name: row.forecast.makespan_s for row in rows} | dict.fromkeys(misfits),
         "ahead": winner.program.placement.ahead,
+        "chain": winner.program.chains,
         "ok": True,
     }
     print_json(values, parsed.json)

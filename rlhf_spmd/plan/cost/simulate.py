@@ -66,7 +66,7 @@ def simulate(program: Program, times: Times, num_micro_batches: Callable[[Run], 
     program = expand(program, num_micro_batches or (lambda run: usual_number(program, run)))
     simulation = _Simulation(program, times)
     simulation.go_on()
-    return simulation.steady() if simulation.num_steps > 1 else Forecast(program, simulation.times_of_step(0))
+    return simulation.forecast()
 
 
 class _Simulation:
@@ -105,21 +105,20 @@ class _Simulation:
                 self.now, _, happens = heapq.heappop(self.events)
                 happens()
 
-    def times_of_step(self, step: int, since_s: float = 0.0) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """Returns begin and end of each instruction in one execution of the lists. Ranks without Runs are early."""
-        sizes = map(len, self.program.instructions)
-        parts = [spans[step * size :][:size] for spans, size in zip(self.spans, sizes, strict=True)]
-        done = zip(parts, self.program.instructions, strict=True)
-        assert all(len(part) == len(listed) for part, listed in done), "the program hangs; check says where"
-        return tuple(tuple((max(0.0, a - since_s), max(0.0, b - since_s)) for a, b in part) for part in parts)
-
-    def steady(self) -> Forecast:
-        """Returns an iteration amid many, which takes as long as the one before."""
-        step, over = (self.steady_step, 1) if self.steady_step else (MOST_STEPS - 2, 2)
-        assert len(self.ends[step]) == len(self.busy), "the program hangs; check says where"
+    def forecast(self) -> Forecast:
+        """Returns the iteration; in a chain the last one that all ranks have ended, and the seconds that it adds."""
+        step, over = self.steady_step, 1
+        if self.num_steps > 1 and not step:
+            step, over = MOST_STEPS - 2, 2  # of the last one it is not known what the next one would do meanwhile
+        sizes = [len(instructions) for instructions in self.program.instructions]
+        spans = [of_rank[step * size :][:size] for of_rank, size in zip(self.spans, sizes, strict=True)]
+        assert [len(of_rank) for of_rank in spans] == sizes, "the program hangs; check says where"
+        if not step:
+            return Forecast(self.program, tuple(map(tuple, spans)))
+        start_s = min(spans[rank][0][0] for rank in self.busy)
+        times = (tuple((max(0.0, a - start_s), max(0.0, b - start_s)) for a, b in of_rank) for of_rank in spans)
         end_s, before_s = (max(self.ends[one].values()) for one in (step, step - over))
-        start_s = min(self.spans[rank][step * len(self.program.instructions[rank])][0] for rank in self.busy)
-        return Forecast(self.program, self.times_of_step(step, start_s), (end_s - before_s) / over)
+        return Forecast(self.program, tuple(times), (end_s - before_s) / over)
 
     def at(self, time: float, happens: Callable[[], None]) -> None:
         """Adds an event at a later time."""
@@ -154,7 +153,7 @@ class _Simulation:
             return
 
     def _end_step(self, rank: int, step: int) -> None:
-        """Notes when a rank has ended a step, and whether it then has taken all ranks as long as the one before."""
+        """Notes when a rank has ended a step, and whether all ranks have and it took each as long as the one before."""
         ends = self.ends[step]
         ends[rank] = self.now
         if step > 1 and len(ends) == len(self.busy):  # the first one lacks what is delayed

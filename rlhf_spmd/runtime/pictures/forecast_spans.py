@@ -35,7 +35,7 @@ def spans_of_forecast(found: Forecast) -> list[dict[str, object]]:
 def _in_a_row(found: Forecast, spans: Iterable[Part]) -> Iterator[tuple[str, str, float, float, int | None, object]]:
     """Yields the spans of a rank with the numbers of their iterations; in a chain for the time of two."""
     period_s = found.period_s
-    if period_s is None:
+    if not period_s:
         yield from ((*span, None, {}) for span in spans)
         return
     longest_s = max(times[-1][1] for times in found.times)

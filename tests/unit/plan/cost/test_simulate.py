@@ -1,15 +1,25 @@
 """Critical paths against closed forms: sums where everything is in one line, maxima where it overlaps."""
 
 import random
+from dataclasses import replace
+from itertools import count
 
 import pytest
 
+from bench.forecast.scan import machine
+from bench.forecast.suites import Case
+from rlhf_spmd.config import options as config
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.simulate import Times, simulate
+from rlhf_spmd.plan.cost.forecast import times_of
+from rlhf_spmd.plan.cost.forecast_summary import bubble, runs
+from rlhf_spmd.plan.cost.simulate import MOST_STEPS, Times, simulate
+from rlhf_spmd.plan.program.chain import unrolled
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.strategies import flattening, interleaving2, separation
-from tests.programs import make_workload, random_program
+from tests.programs import make_workload, place_models, random_plan, random_program
 
 SECONDS = {
     "actor_generate": 8.0,
@@ -28,13 +38,13 @@ def program_of(place, size: int, **options):
     return compile_program(workload, place(workload, cluster, **options), cluster)
 
 
-def seconds(program):
+def seconds(program, all_s=SECONDS):
     """Returns the seconds of a call: it takes its time for all mini-batches, whatever the number of rows; a train step
     its own."""
 
     def run_s(rank: int, step: Run) -> float:
         train = step.call.endswith("_train")
-        return SECONDS[step.call] * (1 if train else len(program.mini_batches_of(step)) / M)
+        return all_s[step.call] * (1 if train else len(program.mini_batches_of(step)) / M)
 
     return run_s
 
@@ -98,3 +108,134 @@ def test_a_rank_sends_one_message_after_the_other():
     found = simulate(program, Times(lambda rank, step: none.get(step.call, 0.0), lambda m: 1.0 if m.keys else 0.0))
     messages = sum(len(transfer.messages) for transfer in program.transfers if not transfer.model)
     assert found.makespan_s == pytest.approx(messages)
+
+
+# ---- iterations that are a chain -------------------------------------------------------------------------------------
+
+
+def period_of_two_ranks(stream: bool, **changes) -> float:
+    """Returns the seconds from one iteration to the next: rank 0 trains, rank 1 does all else."""
+    program, all_s = program_of(separation.place, 2, chain=True, stream=stream), SECONDS | changes
+    return simulate(program, Times(seconds(program, all_s))).makespan_s
+
+
+@pytest.mark.parametrize("critic_step_s", [0.125, 0.25, 1.5, 2.0, 4.0])
+def test_the_next_iteration_waits_for_the_critic_only_where_it_needs_that(critic_step_s):
+    """Without streaming: the actor trains, then the critic, while the next responses are generated and judged; the
+    critic's values wait for both."""
+    actor_s, critic_s = 2 * M * SECONDS["actor_train"], 2 * M * critic_step_s
+    expected = max(8 + 4 + 2, critic_s) + 1 + actor_s
+    assert period_of_two_ranks(False, critic_train=critic_step_s) == pytest.approx(expected)
+    assert critic_s < 14 or expected == pytest.approx(actor_s + critic_s + 1)
+
+
+@pytest.mark.parametrize("actor_step_s", [0.5, 3.0, 5.0])
+def test_a_chain_that_streams(actor_step_s):
+    """The actor's first epoch is on mini-batches as they arrive, each after 15/4 s; then comes the other one, and the
+    critic, which has trained before the next values are needed."""
+    piece_s = 15 / M
+    first_s = max(M * piece_s + actor_step_s, piece_s + M * actor_step_s)
+    found_s = period_of_two_ranks(True, actor_train=actor_step_s, critic_train=0.25)
+    assert found_s == pytest.approx(first_s + M * actor_step_s)
+
+
+@pytest.mark.parametrize(("critic_step_s", "gains"), [(0.25, False), (2.0, True)])
+def test_a_chain_of_models_apart_takes_as_long_as_its_slowest_model(critic_step_s, gains):
+    """Each of four models has a rank of its own; nobody waits for more than rows."""
+    workload = make_workload(num_mini_batches=M, epochs=2, mini_batch=8)
+    apart = place_models(workload, 4, actor=(0,), critic=(1,), reference=(2,), reward=(3,))
+    program = compile_program(workload, replace(apart.placement, chain=True), apart.cluster)
+    all_s = dict.fromkeys(SECONDS, 1.0) | {
+        "estimate_advantages": 0.0,
+        "actor_train": 0.5,
+        "critic_train": critic_step_s,
+    }
+    chained, unchained = (simulate(one, Times(lambda rank, run: all_s[run.call])) for one in (program, apart))
+    # generation, an inference, and training of the actor; or the critic's inference and training
+    assert chained.makespan_s == pytest.approx(max(1 + 1 + 2 * M * 0.5, 1 + 2 * M * critic_step_s))
+    assert (chained.makespan_s < unchained.makespan_s) == gains
+
+
+def slow_period_s(program, times, num: int = 8) -> float:
+    """Returns by how many seconds one more iteration makes a list of some in a row longer."""
+    shorter, longer = (simulate(unrolled(program, n), times).makespan_s for n in (num, num + 1))
+    return longer - shorter
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_period_is_what_one_more_iteration_takes(seed):
+    """Against a slow obvious twin, for any placement; and each rank executes its list back to back."""
+    rng = random.Random(seed)
+    workload, placement, cluster = random_plan(rng.choice)
+    program = compile_program(workload, replace(placement, chain=True), cluster)
+    drawn = {}
+
+    def draw(key) -> float:
+        return drawn.setdefault(key, rng.random())  # the same in all iterations
+
+    times = Times(
+        lambda rank, run: draw((rank, replace(run, iteration=0))),
+        lambda message: draw((message.source, message.destination, message.keys)),
+    )
+    found = simulate(program, times)
+    assert program.chains and found.makespan_s == pytest.approx(slow_period_s(program, times))
+    worked = sum(end_s - begin_s for _, _, begin_s, end_s in runs(found))
+    assert bubble(found) == pytest.approx(1 - worked / found.makespan_s / cluster.num_devices)
+    for listed, spans in zip(program.instructions, found.times, strict=True):
+        if any(isinstance(step, Run) for step in listed):
+            assert spans[-1][1] - spans[0][0] == pytest.approx(found.makespan_s) and spans[0][0] >= 0.0
+    assert min(spans[0][0] for spans in found.times) == 0.0
+
+
+TWO_TYPES = {"calibration": "a100-80g-derived,h100-80g-derived", "strategy": "heterogeneous"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama-13b", "3x8+1x8", options={"training_tp": 4, "training_pp": 2, "generation_tp": 4}, **TWO_TYPES),
+        Case(
+            "llama-7b", "1x8+1x8", options={"training_tp": 4, "zero": 1, "generation_device": "h100-80g"}, **TWO_TYPES
+        ),
+        Case("llama-7b", "4x8", "separation", {"training_tp": 2, "training_pp": 2, "zero": 1, "generation_tp": 2}),
+    ],
+    ids=str,
+)
+def test_periods_of_large_programs_with_stages(case):
+    """Also where devices differ; passes of pipelines are known from the iteration before."""
+    cluster, calibration = machine(case)
+    workload = config.make_workload(load(case.preset))
+    program = load_strategy(case.strategy).compile(workload, cluster, dict(case.options) | {"chain": True})
+    times = times_of(program, calibration)
+    assert simulate(program, times).makespan_s == pytest.approx(slow_period_s(program, times, 3))
+
+
+def test_separation_gains_from_a_chain():
+    """7B on 4x8, by calibration a100-80g: 13.97 s in place of 19.86 s."""
+    options = {"generation_ranks": 16, "zero": 3, "micro_batch": 8, "ratios": ("actor=1",), "decode_mini_batches": 4}
+    cluster, calibration = machine(Case("llama-7b", "4x8", "separation", options))
+    found = {}
+    for chain in (False, True):
+        program = load_strategy("separation").compile(
+            config.make_workload(load("llama-7b")), cluster, options | {"chain": chain}
+        )
+        found[chain] = simulate(program, times_of(program, calibration)).makespan_s
+    assert found[True] == pytest.approx(13.97, rel=0.01) and found[False] == pytest.approx(19.86, rel=0.01)
+
+
+def test_times_that_never_repeat_are_a_mean():
+    """Each mini-batch takes a second longer than the one before; a step of the trainers ends with the first one of the
+    next step, before which rank 1 gets the critic's weights."""
+    program = program_of(separation.place, 2, chain=True)
+    numbers = count(1)
+    times = Times(lambda rank, run: float(next(numbers)) if run.call == "actor_generate" else 0.0)
+    ends_s = [sum(range(1, M * (step + 1) + 2)) for step in range(MOST_STEPS)]
+    assert simulate(program, times).makespan_s == pytest.approx((ends_s[-2] - ends_s[-4]) / 2)
+
+
+def test_a_chain_that_hangs_is_noticed():
+    program = program_of(separation.place, 2, chain=True)
+    listed = tuple(step for step in program.instructions[1] if getattr(step, "delay", 0) == 0)
+    broken = replace(program, instructions=(program.instructions[0], listed))
+    with pytest.raises(AssertionError, match="hangs"):
+        simulate(broken, Times(lambda rank, run: 1.0))
