@@ -7,10 +7,11 @@ but for times, weights, moments, responses) is compared byte by byte with an und
 spoils all four. Rows are added as they come: an interrupted bench goes on where it was.
 
 PPO runs under every strategy and a plan of `auto`; the other algorithms run with an evaluation set, whose rows and best
-checkpoint are compared, too. PPO also trains adapters (LoRA), and draws one iteration ahead. GRPO also has several
-turns with tools that take a random time, so that most kills fall into calls.
+checkpoint are compared, too. PPO also trains adapters (LoRA), draws one iteration ahead, and has iterations that
+overlap, with a checkpoint after every fourth one. GRPO also has several turns with tools that take a random time, so
+that most kills fall into calls.
 
-Cost: half a minute for four kills on an idle machine, so 42 with --quick are eight minutes and all 1,080 two and a half
+Cost: half a minute for four kills on an idle machine, so 45 with --quick are eight minutes and all 1,180 two and a half
 hours.
 Command: python -m bench faults [--quick] [ALGORITHM ...]
 """
@@ -31,7 +32,10 @@ from tests.started import Started, num_iterations, outcome, slowest_s
 
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "heterogeneous", "auto")
 NUM_RANKS, NUM_KILLS = 4, 4  # kills of one run
-NUM_RUNS, NUM_RUNS_OF_OTHERS = 25, 5  # of a strategy with PPO, also ahead; with another algorithm or adapters
+NUM_RUNS, NUM_RUNS_OF_OTHERS = (
+    25,
+    5,
+)  # of a strategy with PPO, also ahead and in a chain; with another algorithm or adapters
 NUM_QUICK = 3  # kills of a strategy with --quick, of one run
 DEADLINE_S = 60.0  # of a job of which a rank is dead
 ITERATIONS = 8  # a multiple of NUM_KILLS
@@ -75,10 +79,11 @@ device = "other-cpu"
 """  # a cluster file: one machine stands in for two nodes
 WORDS[AHEAD] = [*WORDS["ppo"], "strategy.ahead=1", "rollouts.every=1"]
 WORDS[AHEAD] += ["ppo.old_logprobs=current", "ppo.importance_weights=token"]
-WORDS[AHEAD] += ["ppo.importance_weights=token"]
+CHAIN = "ppo with overlapping iterations"
+WORDS[CHAIN] = [*WORDS["ppo"], "strategy.chain=true", "checkpoint.every=4"]
 CASES = {"ppo": STRATEGIES, "grpo": ("flattening", "separation", "reallocation"), "remax": ("separation",)}
 CASES[ADAPTERS] = ("flattening", "separation", "reallocation")
-CASES[AHEAD] = ("separation",)
+CASES[AHEAD] = CASES[CHAIN] = ("separation",)
 CASES[TOOLS] = ("flattening", "separation")
 
 
@@ -98,7 +103,7 @@ def main(arguments: list[str]) -> int:
             write("fault_points", [row for row in rows_so_far("fault_points") if row["algorithm"] not in chosen])
         cases = [(algorithm, strategy) for algorithm in CASES for strategy in CASES[algorithm] if algorithm in chosen]
         for algorithm, strategy in cases:
-            num_runs = NUM_RUNS if algorithm in ("ppo", AHEAD) else NUM_RUNS_OF_OTHERS
+            num_runs = NUM_RUNS if algorithm in ("ppo", AHEAD, CHAIN) else NUM_RUNS_OF_OTHERS
             num_runs, num_kills = (1, NUM_QUICK) if quick else (parsed.runs or num_runs, NUM_KILLS)
             measure(algorithm, strategy, num_runs, num_kills, points, Path(folder))
         rows = [summary(*case, read_rows(points)) for case in cases]

@@ -1,14 +1,24 @@
 """Overlap is real: slowed calls take as long as the program's critical path says, and less than in one line.
 
-Two ranks, because these tests' ranks share two cores. The calls sleep; in `make test` for a shorter time, under two
-strategies, which leaves more to chance and so to the tolerance.
+Two ranks, because these tests' ranks share two cores, and four for a chain of iterations. The calls sleep; in `make
+test` for a shorter time, under two strategies, which leaves more to chance and so to the tolerance.
 """
 
 import copy
 
 import pytest
 
-from bench.speed.overlap import ITERATIONS, STRATEGIES, TOLERANCE, judge, measure_all, write_models
+from bench.speed.overlap import (
+    GAINS,
+    ITERATIONS,
+    LARGE_CRITIC,
+    STRATEGIES,
+    TOLERANCE,
+    judge,
+    measure,
+    measure_all,
+    write_models,
+)
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
@@ -16,6 +26,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
 SLOWED_S = {"flattening": 5.1, "interleaving1": 4.2, "interleaving2": 4.2, "separation": 3.75}
+CHAIN = "four ranks in a chain"
+SLOWED_S |= {GAINS[CHAIN][0]: 6.875, CHAIN: 4.925}
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +38,38 @@ def folder(world, shared_folder):
     return shared_folder
 
 
+@pytest.fixture
+def with_groups(world, make_group):
+    """Returns with_groups(program), which is the world with the groups of a program."""
+
+    def placed(program):
+        placed = copy.copy(world)
+        placed._groups = {name: make_group(ranks, name.split()[0]) for name, ranks in program.groups.items()}
+        return placed
+
+    return placed
+
+
+@pytest.mark.ranks(4)
+def test_a_chain_is_drained(world, folder, with_groups):
+    row = measure(world, CHAIN, folder, with_groups, dict.fromkeys(LARGE_CRITIC, 0.0), scale=0.01, iterations=2)
+    assert 0.04 < row["slowed_s"] == row["forecast_s"] < row["measured_s"]
+
+
 @pytest.mark.timed
 @pytest.mark.parametrize(
     ("strategies", "scale", "iterations", "tolerance"),
     [
         (("flattening", "separation"), 0.4, 3, 0.3),
-        pytest.param(STRATEGIES, 1.0, ITERATIONS, TOLERANCE, marks=pytest.mark.slow),
+        pytest.param(STRATEGIES, 1.0, ITERATIONS, TOLERANCE[2], marks=pytest.mark.slow),
+        pytest.param(
+            (GAINS[CHAIN][0], CHAIN), 1.0, ITERATIONS, TOLERANCE[4], marks=[pytest.mark.slow, pytest.mark.ranks(4)]
+        ),
     ],
 )
 def test_iterations_take_as_long_as_the_critical_path(
-    strategies, scale, iterations, tolerance, world, folder, make_group
+    strategies, scale, iterations, tolerance, world, folder, with_groups
 ):
-    def with_groups(program):
-        placed = copy.copy(world)
-        placed._groups = {name: make_group(ranks, name.split()[0]) for name, ranks in program.groups.items()}
-        return placed
-
     rows = measure_all(world, folder, with_groups, strategies, scale=scale, iterations=iterations)
     judge(rows, tolerance)
     assert all(row["ok"] for row in rows), rows

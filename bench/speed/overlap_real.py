@@ -1,0 +1,144 @@
+"""What overlap across iterations gains with real computation: separation on two ranks, one pinned thread each.
+
+PPO of the embedded models; every response has the same length, so iterations are alike. Programs without and with
+overlap alternate in the same processes. `simulated_s` is the iteration that simulate() says for each program from the
+median seconds of each of its Runs, which wait for no other rank.
+
+ahead-real: the next batch is drawn one iteration ahead. Lengths and batches are such that generation and inference on
+    one rank take about as long as both epochs of training on the other.
+chain-real: iterations follow one another, with the same numbers. The critic starts from the actor and is as large, and
+    training it takes about as long as generation. Measured are blocks of ten iterations, divided by ten. A block begins
+    and ends with a meeting of both ranks, as between two checkpoints, so its seconds include what filling and draining
+    the chain costs; `simulated_s` is the period of a chain without end.
+
+Cost: three minutes each on two otherwise idle cores. Command: python -m bench ahead-real (chain-real)
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.rows import Arguments, one_world, rows_of_ranks, write
+from bench.speed.overlap import Iteration, Runner, seconds_of
+from bench.tables import ended
+from rlhf_spmd import embedded
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
+from rlhf_spmd.pages.strategy import load_strategy
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.simulate import Times, simulate
+from rlhf_spmd.plan.program.ahead import draws
+from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.plan.program.transfers import communicators
+
+NUM_RANKS = 2
+WARM_UP = 2  # blocks
+LEAST_SHARE = 0.9  # of the gain that simulate gives
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A bench of this file.
+
+    variants: options of the strategy: some without overlap and the one with it.
+    tokens: of every response.
+    num: iterations of a block.
+    least, least_simulated: of the gain over the fastest variant without overlap.
+    """
+
+    variants: tuple[dict[str, Any], ...]
+    epochs: int
+    tokens: int
+    words: tuple[str, ...]
+    num: int
+    num_blocks: int
+    least: float
+    least_simulated: float = 1.0
+
+    def options(self, more: Sequence[str]) -> list[str]:
+        """Returns the options of the run."""
+        lengths = [f"generation.max_new_tokens={self.tokens}", f"generation.min_new_tokens={self.tokens}"]
+        return ["rollout_batch=8", "num_samples=0", f"ppo.epochs={self.epochs}", *lengths, *self.words, *more]
+
+
+AHEAD = (*({"decode_mini_batches": num, "chain": False} for num in (2, 4)), {"ahead": 1})
+CHAIN = tuple({"decode_mini_batches": num, "chain": chain} for num, chain in ((1, False), (2, False), (2, True)))
+LARGE_CRITIC = ("mini_batch=4", "micro_batch=4", f"models.critic={embedded.path_of('actor')}")
+PARTS = {
+    "ahead-real": Part(AHEAD, 2, 64, ("mini_batch=2", "micro_batch=2"), num=1, num_blocks=9, least=1.3),
+    "chain-real": Part(CHAIN, 3, 96, LARGE_CRITIC, num=10, num_blocks=5, least=1.25, least_simulated=1.35),
+}
+
+
+def run_case(name: str, file: Path, more: Sequence[str]) -> None:
+    """Runs the case on each rank."""
+    rows: list[dict] = []
+    part = PARTS[name]
+    with one_world(file, rows) as world:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[world.rank]})
+        config = load("tiny", part.options(more))
+        workload, cluster = make_workload(config), Cluster.parse(f"1x{world.size}")
+        programs = [load_strategy("separation").compile(workload, cluster, options) for options in part.variants]
+        world.start_torch(*communicators(programs), threads=1)
+        runners = [Runner(config, program, world) for program in programs]
+        starts = range(0, (WARM_UP + part.num_blocks) * part.num, part.num)
+        rounds = [[runner.block(range(first, first + part.num)) for runner in runners] for first in starts]
+        for program, blocks in zip(programs, zip(*rounds, strict=True), strict=True):
+            everyone = world.allgather(blocks[WARM_UP:], "the seconds")
+            row = row_of(program, list(zip(*everyone, strict=True)))
+            rows.append({"bench": name.replace("-", "_"), "epochs": part.epochs, "tokens": part.tokens} | row)
+
+
+def row_of(program: Program, blocks: Sequence[Sequence[Iteration]]) -> dict[str, Any]:
+    """Returns measured and simulated seconds of an iteration.
+
+    blocks: of each rank: seconds of each iteration, and of each of its Runs.
+    """
+    found: dict[tuple[int, Run], list[float]] = {}
+    for iteration in (iteration for block in blocks for iteration in zip(*block, strict=True)):
+        for run, took_s in seconds_of(program, iteration).items():
+            found.setdefault(run, []).append(took_s)
+    run_s = {key: statistics.median(seconds) for key, seconds in found.items()}
+    halves = [sum(s for (_, run), s in run_s.items() if draws(program, run) is drawn) for drawn in (True, False)]
+    each_s = [max(sum(s for s, _ in of_rank) / len(of_rank) for of_rank in block) for block in blocks]
+    placement = program.placement
+    return {
+        "ahead": placement.ahead,
+        "chain": placement.chain,
+        "decode_mini_batches": None if placement.ahead else placement.decode_mini_batches,
+        "drawing_s": halves[0],
+        "training_s": halves[1],
+        "simulated_s": simulate(program, Times(lambda rank, run: run_s[rank, run])).makespan_s,
+        "measured_s": statistics.median(each_s),
+        "seconds": each_s,
+    }
+
+
+def judge(rows: list[dict[str, Any]], part: Part) -> bool:
+    """Adds to each row without overlap what overlap gains over it, measured and simulated -> whether the goals are met
+    over the fastest of them."""
+    *others, last = rows
+    for row in others:
+        row["gain"], row["gain_simulated"] = (row[kind] / last[kind] for kind in ("measured_s", "simulated_s"))
+    fastest = min(others, key=lambda row: row["measured_s"])
+    simulated = fastest["gain_simulated"]
+    return fastest["gain"] >= max(part.least, LEAST_SHARE * simulated) and simulated >= part.least_simulated
+
+
+def main(arguments: list[str]) -> int:
+    name, *arguments = arguments
+    parser = Arguments(name, __doc__)
+    parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("options", nargs="*", help="KEY=VALUE")
+    parsed = parser.parse_args(arguments)
+    if parsed.on_ranks:
+        run_case(name, parsed.on_ranks, parsed.options)
+        return 0
+    rows = rows_of_ranks(name, NUM_RANKS, parsed.options)
+    ok = judge(rows, PARTS[name])
+    write(name.replace("-", "_"), [row | {"ok": ok} for row in rows])
+    return ended(name, rows, ok=ok)
