@@ -17,8 +17,8 @@ Key = tuple[object, ...]
 
 
 def forecast(program: Program, calibration: Calibration) -> Forecast:
-    """Returns seconds of one iteration of a program for which `check` finds no error. Raises UserError if the
-    calibration lacks a type of device."""
+    """Returns seconds of one iteration of a program for which `check` finds no error; in a chain, of one that is not
+    drained for an evaluation or a checkpoint. Raises UserError if the calibration lacks a type of device."""
     return simulate(program, times_of(program, calibration))
 
 

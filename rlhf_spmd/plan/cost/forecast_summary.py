@@ -30,7 +30,8 @@ def call_s(forecast: Forecast) -> dict[str, float]:
 
 
 def bubble(forecast: Forecast) -> float:
-    """Returns the share of all ranks' time in which they wait or have no work."""
+    """Returns the share of all ranks' time in which they wait or have no work; in a chain, from one iteration to the
+    next, none of which is drained."""
     busy_s = sum(end_s - begin_s for _, _, begin_s, end_s in runs(forecast))
     whole_s = forecast.makespan_s * forecast.program.cluster.num_devices
     return 1 - busy_s / whole_s if whole_s else 0.0

@@ -275,7 +275,7 @@ class CallModel:
     @property
     def can_chain(self) -> bool:
         """Whether iterations may be a chain, and gain from that."""
-        return self.workload.may_chain and bool(self.late) and not self.ahead
+        return self.workload.may_chain and bool(self.late) and not self.ahead and self.cluster.num_devices > 1
 
     def in_chain(self) -> "CallModel":
         """Returns the same model for iterations that are a chain."""

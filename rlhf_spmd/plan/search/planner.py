@@ -91,7 +91,7 @@ def search(
     """Searches for the best placements of a workload on a cluster. Raises UserError if no placement fits the devices or
     is allowed, the method is unknown, or the calibration lacks a device type.
 
-    keep: how many are compiled and simulated.
+    keep: how many are compiled and simulated, besides those whose iterations are a chain, and how many are returned.
     budget: steps (budget.py) after which the exact search stops and reports a gap, or the Markov chain ends.
     allowed: the layouts that calls may have.
     evaluated_tokens: the most tokens of a response in evaluations, for which memory is kept; 0: no evaluation.
@@ -125,7 +125,7 @@ def search(
     if not best.found:
         raise UserError(why_none(space, roomy, num_steps=work.taken, proved=gap == 0.0))
     plans = simulated(space, best, method, calibration, say) + simulated(in_chain, chained, method, calibration, say)
-    plans = tuple(sorted(plans, key=lambda plan: plan.forecast.makespan_s))
+    plans = tuple(sorted(plans, key=lambda plan: plan.forecast.makespan_s)[:keep])
     simulate_s = time.perf_counter() - begin_s - search_s
     num_scored = best.num_scored + chained.num_scored
     return SearchResult(plans, gap, num_scored, search_s, processor_s, simulate_s)

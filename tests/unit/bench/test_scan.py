@@ -57,6 +57,16 @@ def brute_force(name: str, cluster: Cluster, grid: dict) -> tuple[float, int]:
                 "generation_tp": (1, 2),
             },
         ),
+        (
+            "separation",
+            {
+                "generation_ranks": (2, 4, 6),
+                "training_tp": (1, 2),
+                "zero": (2, 3),
+                "stream": (False, True),
+                "chain": (True,),
+            },
+        ),
         ("reallocation", {"training_tp": (2, 4, 8), "training_pp": (1, 2), "zero": (0, 1), "generation_tp": (1, 2)}),
     ],
 )

@@ -45,6 +45,16 @@ def test_a_strategy_file_in_numbers(mine, capsys):
         assert part in shown
 
 
+@pytest.mark.parametrize("chain", [True, False])
+def test_iterations_that_overlap(capsys, chain):
+    words = ["separation", "--layout", "1x4", f"strategy.chain={chain}"]
+    assert main(["forecast", *words]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["chain"] == chain
+    says = "  Iterations overlap: one begins on some ranks while others still train in the one before"
+    assert (says in text) == chain
+
+
 def test_evaluations_have_seconds_of_their_own(tmp_path, capsys):
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "the cat"}\n' * 6, encoding="utf-8")
     words = ["--layout", "1x4", "rollout_batch=16", "mini_batch=16"]

@@ -58,10 +58,11 @@ def test_any_placement_comes_back(data, tmp_path_factory):
         name: replace(layout, micro_batch=micro_batch, recompute=recompute and name == "actor_train")
         for name, layout in placement.layouts.items()
     }
-    placement = replace(placement, layouts=layouts)
+    placement = replace(placement, layouts=layouts, chain=choose([False, True]))
     source = strategy_source(placement, workload, cluster, 'A plan.\n\nWith "quotes", \\ and """more"""')
     found = loaded(source, tmp_path_factory.getbasetemp()).place(workload, cluster)
     assert found == placement and list(found.layouts) == list(placement.layouts)
+    assert ("chain=True" in source) == placement.chain
 
 
 @pytest.mark.parametrize("name", [name for name in strategy_names() if name != "auto"])
