@@ -66,11 +66,11 @@ def test_interleaving_runs_reference_and_reward_at_the_same_time(size):
 
 def test_separation_overlaps_generation_with_the_first_epoch():
     """On two ranks a mini-batch takes 15/4 s to make and 0.75 s to train on: only the last one's training is seen."""
-    assert forecast(separation.place, 2) == pytest.approx(15 + 0.75 + M * 0.75)
+    assert forecast(separation.place, 2, chain=False) == pytest.approx(15 + 0.75 + M * 0.75)
 
 
 def test_messages_take_their_time_and_slow_ranks_hold_up_their_group():
-    program = program_of(separation.place, 2)
+    program = program_of(separation.place, 2, chain=False)
     weights = sum(1 for transfer in program.transfers if transfer.model)
     slow = simulate(program, Times(seconds(program), lambda message: 0.0 if message.keys else 10.0))
     assert weights == 2
@@ -103,7 +103,7 @@ def test_ranks_share_the_cores_of_their_node(workers):
 
 def test_a_rank_sends_one_message_after_the_other():
     """Under separation on two ranks every mini-batch's messages leave from the same rank."""
-    program = program_of(separation.place, 2)
+    program = program_of(separation.place, 2, chain=False)
     none = {"actor_generate": 0.0}
     found = simulate(program, Times(lambda rank, step: none.get(step.call, 0.0), lambda m: 1.0 if m.keys else 0.0))
     messages = sum(len(transfer.messages) for transfer in program.transfers if not transfer.model)
