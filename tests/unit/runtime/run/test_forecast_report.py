@@ -21,7 +21,13 @@ HERE = Machine("p", "d", 2.0, 1, "t")
 
 @pytest.mark.parametrize(
     ("name", "size", "options"),
-    [("flattening", 2, {}), ("interleaving1", 4, {}), ("separation", 4, {}), ("flattening", 2, {"zero": 3})],
+    [
+        ("flattening", 2, {}),
+        ("interleaving1", 4, {}),
+        ("separation", 4, {"chain": False}),
+        ("separation", 4, {"chain": True}),  # iterations overlap
+        ("flattening", 2, {"zero": 3}),
+    ],
 )
 def test_a_run_that_goes_as_forecast_is_measured_so(name, size, options):
     """Spans like those of runtime/execute/executor.py, taken from the forecast itself: each row must then agree with
@@ -32,7 +38,7 @@ def test_a_run_that_goes_as_forecast_is_measured_so(name, size, options):
     for rank, (steps, times) in enumerate(zip(program.instructions, found.times, strict=True)):
         spans = []
         for number, slower in ((0, 9.0), (1, 1.0), (2, 1.0)):  # the first iteration, which does not count, takes longer
-            shift = 100.0 * number
+            shift, slower = (found.makespan_s * number, 1.0) if program.chains else (100.0 * number, slower)
             for step, (begin_s, end_s) in zip(steps, times, strict=True):
                 kind = "compute" if isinstance(step, Run) else "wait"
                 span = [getattr(step, "call", "other"), kind, shift + begin_s * slower, shift + end_s * slower]
