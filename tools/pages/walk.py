@@ -55,7 +55,7 @@ TO_READ = (
     "rlhf_spmd/algorithms/advantages.py",
     "rlhf_spmd/algorithms/surrogates.py",
 )
-MOST_FILES, MOST_LINES = 12, 2350
+MOST_FILES, MOST_LINES = 12, 2430
 HEADING = f"""# One iteration
 
 The functions that lead from `main` to the places that a reader looks for, in the order in which they call each other;
@@ -132,7 +132,8 @@ def _sentence(text: str) -> str:
 def stacks() -> dict[str, list[list[str]]]:
     """Runs one iteration of the demo -> the frames of each way; of several, the same one every time."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["train", "--preset", "tiny", "--strategy", "separation", "--runs", folder, "iterations=1", *SMALL]
+        words = ["train", "--preset", "tiny", "--strategy", "separation", "strategy.chain=false", "--runs", folder]
+        words += ["iterations=1", *SMALL]
         on_ranks(RANKS, ["walk", ON_A_RANK, folder, *words], package="tools")
         notes = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).glob("*.json")]
     return {heading: min(one[heading] for one in notes if heading in one) for heading in WAYS}

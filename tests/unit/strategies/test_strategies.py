@@ -139,7 +139,7 @@ separations = pytest.mark.parametrize(("layout", "in_flight"), SEPARATIONS)
 @separations
 def test_trainers_start_on_what_is_there(layout, in_flight):
     """A trainer waits for no mini-batch later than the one that it is about to train on."""
-    program = program_of("separation", layout, in_flight=in_flight)
+    program = program_of("separation", layout, in_flight=in_flight, chain=False)
     for rank in ranks_of(program, "actor_train"):
         steps = program.instructions[rank]
         for model in ("actor", "critic"):
@@ -153,7 +153,7 @@ def test_trainers_start_on_what_is_there(layout, in_flight):
 def test_training_goes_on_while_the_last_mini_batch_is_generated(layout, in_flight):
     """Where every generator stops before mini-batch k, the trainers still get through epoch 0 of all before it, even if
     each Wait blocks until its peers have posted."""
-    program = program_of("separation", layout, in_flight=in_flight)
+    program = program_of("separation", layout, in_flight=in_flight, chain=False)
     for stop in range(1, NUM):
         halted = program
         for rank in ranks_of(program, "actor_generate"):

@@ -16,7 +16,7 @@ TRAINER, GENERATOR = 0, 1
 def streaming(**options) -> Program:
     """Returns a program in which rank 0 trains, rank 1 does the rest, and three mini-batches stream."""
     workload = make_workload(num_mini_batches=3, epochs=2)
-    return load_strategy("separation").compile(workload, Cluster.parse("1x2"), options)
+    return load_strategy("separation").compile(workload, Cluster.parse("1x2"), {"chain": False} | options)
 
 
 def interleaving() -> Program:

@@ -23,7 +23,13 @@ SHIPPED = {
     "interleaving1": ({},),
     "interleaving2": ({},),
     "separation": tuple(
-        {"in_flight": in_flight, "generation_pp": generation, "training_pp": training, "training_tp": tp}
+        {
+            "in_flight": in_flight,
+            "generation_pp": generation,
+            "training_pp": training,
+            "training_tp": tp,
+            "chain": False,  # test_check_chain.py has iterations in a row
+        }
         for in_flight in (1, 2, 3)
         for generation in (1, 2)
         for training, tp in ((1, 1), (2, 1), (2, 2))
