@@ -282,7 +282,7 @@ def test_stragglers_of_a_torch_collective(world):
     late, position = world.size - 1, "iteration 7: all_reduce"
     group = distributed.new_group(timeout=timedelta(seconds=1))
     world.progress("iteration 6: all_reduce", 6, 2)
-    needs = tuple((rank, 2) for rank in range(world.size))
+    needs = tuple((rank, 2, 0) for rank in range(world.size))
     if world.rank == late:
         time.sleep(2.5)
     else:
@@ -290,7 +290,7 @@ def test_stragglers_of_a_torch_collective(world):
         with pytest.raises(RuntimeError):
             distributed.all_reduce(torch.ones(1), group=group)
         assert world.stragglers(needs, 7) == {late: "iteration 6: all_reduce"}
-        assert world.stragglers(((world.rank, 2),), 7) == {}
+        assert world.stragglers(((world.rank, 2, 0),), 7) == {}
     world.barrier()
     if world.rank == late:
         world.progress(position, 7, 2)
