@@ -9,7 +9,8 @@ then all its Runs of the iteration before are over. These instructions are *dela
 that belong to the iteration before. Before an evaluation, a checkpoint or the end, the chain is drained: each rank
 executes the delayed instructions of its last iteration alone, and meets the others.
 
-docs/numerics.md says why the numbers are the same, plan/proof/deadlock.py why nothing hangs.
+Each call reads the rows and the weights that it reads without a chain, so the numbers are the same. plan/proof/
+deadlock.py says why nothing hangs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,12 +43,13 @@ def order_of_training(workload: Workload, placement: Placement) -> tuple[list[Tr
     if not placement.chains(workload):
         return calls, []
     models = [call.model for call in workflow.placed_calls]
+    calls.sort(key=lambda call: models.index(call.model))
     now: list[Train] = []
-    for call in sorted(calls, key=lambda call: models.index(call.model)):
+    for call in calls:
         others = [set(placement.layouts[other.name].ranks) for other in now]
         if all(other.isdisjoint(placement.layouts[call.name].ranks) for other in others):
             now.append(call)
-    return now, [call for call in sorted(calls, key=lambda call: models.index(call.model)) if call not in now]
+    return now, [call for call in calls if call not in now]
 
 
 def in_order(workload: Workload, placement: Placement) -> Workload:

@@ -349,22 +349,17 @@ def _clashes(
         call = program.workload.workflow.call(step.call) if isinstance(step, Run) else None
         if call is None or call.model != model:
             continue
-        run, trains, post = (
-            program.instructions[rank][position],
-            isinstance(call, Train),
-            order[Post(number + iteration * size)],
-        )
+        run, is_training = program.instructions[rank][position], isinstance(call, Train)
+        post = order[Post(number + iteration * size)]
         which = f"iteration {iteration}" if program.chains else "the iteration"
         if post < at:
             reads = f"writes into a copy of {model} that {which} still reads"
-            text = f"moves the weights of {model} before {which} has trained them" if trains else reads
+            text = f"moves the weights of {model} before {which} has trained them" if is_training else reads
             yield rank, steps[post][0], f"Post transfer {number} {text}: instruction {position}, {run}"
         if iteration and order[Wait(number + (iteration - 1) * size)] > at:
-            sent, came = (
-                f"trains while its weights of iteration {iteration - 1} are being sent",
-                f"reads the weights of iteration {iteration - 1} before they came",
-            )
-            yield rank, position, f"{run} {sent if trains else came}: transfer {number}"
+            sent = f"trains while its weights of iteration {iteration - 1} are being sent"
+            came = f"reads the weights of iteration {iteration - 1} before they came"
+            yield rank, position, f"{run} {sent if is_training else came}: transfer {number}"
 
 
 def _offloads(program: Program) -> Iterator[Problem]:
