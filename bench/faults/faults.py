@@ -32,10 +32,8 @@ from tests.started import Started, num_iterations, outcome, slowest_s
 
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "heterogeneous", "auto")
 NUM_RANKS, NUM_KILLS = 4, 4  # kills of one run
-NUM_RUNS, NUM_RUNS_OF_OTHERS = (
-    25,
-    5,
-)  # of a strategy with PPO, also ahead and in a chain; with another algorithm or adapters
+NUM_RUNS = 25  # of a strategy with PPO, also ahead and in a chain
+NUM_RUNS_OF_OTHERS = 5  # with another algorithm or adapters
 NUM_QUICK = 3  # kills of a strategy with --quick, of one run
 DEADLINE_S = 60.0  # of a job of which a rank is dead
 ITERATIONS = 8  # a multiple of NUM_KILLS
