@@ -4,10 +4,12 @@ In the order of the workflow, a call occupies all ranks of its mesh once its inp
 for the seconds of its candidate; then new weights go to the copies that lack them. A trained model's other calls need
 no copy if they split the model as its training does, over the same ranks. Memory is a hard limit: bytes are those of
 memory.py, of the rank of each layout that needs the most of each kind. One iteration ahead (Placement.ahead), training
-waits for no call before it, and shares no rank with any.
+waits for no call before it, and shares no rank with any. In a chain (Placement.chain) seconds are those from one
+iteration to the next.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from math import inf, lcm
 from typing import NamedTuple
 
@@ -46,10 +48,13 @@ class CallModel:
     phases: indices of calls; each call of a phase depends, directly or not, on all calls of earlier phases of its line.
     lines: indices of phases, one list for all, or one ahead: the phases that draw, and those that train meanwhile.
     evaluated_tokens, ahead: as in planner.search.
+    late: train calls of other models than the first call's; what they do, the next iteration may begin without.
+    chain: whether iterations are a chain.
     """
 
     def __init__(self, cost: Cost, allowed: Allowed = anything, evaluated_tokens: int = 0, ahead: int = 0):
         self.cost, self.workload, self.cluster, self.ahead = cost, cost.workload, cost.cluster, ahead
+        self.chain = False
         workflow, models = self.workload.workflow, self.workload.models
         self.calls = tuple(call for call in workflow.placed_calls if models[call.model] is not None)
         self.costs = CallCosts(cost, allowed, evaluated_tokens, ahead)
@@ -63,7 +68,9 @@ class CallModel:
         self.lines = [list(range(len(self.phases)))]
         if ahead:
             self._take_apart()
-        names = [call.name for call in self.calls]
+        names, models_used = [call.name for call in self.calls], [call.model for call in self.calls]
+        self.trained_in_chain = sorted(self.trains, key=lambda index: models_used.index(models_used[index]))
+        self.late = [index for index in self.trains if models_used[index] != models_used[0]]
         self.models: list[tuple[int | None, list[int]]] = []  # of each model: its train call, its other calls
         self.bases = [self.workload.bases.get(call.model, "") for call in self.calls]
         for model in dict.fromkeys(call.model for call in self.calls):
@@ -265,8 +272,63 @@ class CallModel:
         self._reallocate(chosen, {index: free[index] for index in self.trains if chosen[index]}, busy)
         return max(max(free), *(end_s for _, _, end_s in busy))
 
-    def score_s(self, chosen: Assignment) -> float:
-        """Returns seconds of an iteration, which streams if that is possible and faster."""
+    @property
+    def can_chain(self) -> bool:
+        """Whether iterations may be a chain, and gain from that."""
+        return self.workload.may_chain and bool(self.late) and not self.ahead and self.cluster.num_devices > 1
+
+    def in_chain(self) -> "CallModel":
+        """Returns the same model for iterations that are a chain."""
+        other = copy(self)
+        other.chain = True
+        return other
+
+    def chained_s(self, chosen: Sequence[Candidate], most_s: float = inf) -> float:
+        """Returns the seconds from one iteration to the next in a chain: of the work of the busiest rank or, if that is
+        longer, of the way from the first use of a trained model to the arrival of its new weights. Iterations stream if
+        they can, and then decode all mini-batches at once.
+
+        most_s: of more seconds, a lower bound is enough.
+        """
+        places, seconds = {one.first for one in chosen}, [one.seconds for one in chosen]
+        longest_s = max(sum([one.seconds for one in chosen if one.first <= at < one.stop]) for at in places)
+        if round(longest_s, 9) > most_s:
+            return longest_s
+        streams = self.may_stream(chosen)
+        same_ranks = [[j for j, b in enumerate(chosen) if a.first < b.stop and b.first < a.stop] for a in chosen]
+        now, later = list[int](), list[int]()  # as chain.order_of_training does
+        for train in self.trained_in_chain:
+            (now if set(now).isdisjoint(same_ranks[train]) else later).append(train)
+        num, begins = self.workload.num_mini_batches if streams else 1, dict[int, float]()
+        seconds = [one.seconds + self.gather_s(chosen, index) for index, one in enumerate(chosen)]
+        pieces_s = [
+            one.piece_s if streams and not isinstance(call, Generate) else whole_s
+            for call, one, whole_s in zip(self.calls, chosen, seconds, strict=True)
+        ]
+        free = [0.0] * len(self.calls)  # when the ranks of each call have no more work
+        for piece in range(num):
+            ends: dict[int, float] = {}
+            for index in (*self.others, *now):
+                begin_s = max([free[j] for j in same_ranks[index]] + [ends[i] for i in self.needs[index]])
+                begins.setdefault(index, begin_s)
+                drawn = piece > 0 and isinstance(self.calls[index], Generate)
+                free[index] = ends[index] = begin_s + (0.0 if drawn else pieces_s[index])
+        users_of = dict(self.models)
+        for train in (*now, *later):
+            left_s = seconds[train] - num * pieces_s[train] * (train in now)
+            begin_s = max(free[j] for j in (*same_ranks[train], *self.needs[train]))
+            moved_s = [self.pair(chosen[user], chosen[train])[1] for user in users_of[train]]
+            free[train] = begin_s + left_s + max(moved_s, default=0.0)
+            longest_s = max(longest_s, *(free[train] - begins[user] for user in users_of[train]))
+        return longest_s
+
+    def score_s(self, chosen: Assignment, most_s: float = inf) -> float:
+        """Returns seconds of an iteration, which streams if that is possible and faster.
+
+        most_s: of more seconds, a lower bound is enough.
+        """
+        if self.chain:
+            return self.chained_s([one for one in chosen if one], most_s)
         seconds = self.schedule_s(chosen, range(len(self.calls)))
         return min(seconds, self.streamed_s(chosen)) if self.may_stream(chosen) else seconds
 

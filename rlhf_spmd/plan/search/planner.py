@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from math import inf
 from typing import Any
 
 from rlhf_spmd.errors import UserError
@@ -28,7 +29,7 @@ from rlhf_spmd.plan.search.exact import Best, Choice, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.markov_chain import markov_chain
 from rlhf_spmd.plan.search.misfit import roomiest, why_none
-from rlhf_spmd.plan.search.priors import Meshes, around, least_full, least_memory, on_meshes, priors
+from rlhf_spmd.plan.search.priors import Meshes, around, least_full, least_memory, on_meshes, priors, priors_in_chain
 from rlhf_spmd.plan.validate import ahead_problems
 from rlhf_spmd.plan.workload import Workload
 
@@ -39,6 +40,7 @@ SEPARATION_AHEAD = "separation, one iteration ahead"
 BUDGET = 1_250_000  # steps of the exact search; then it reports the optimality gap
 ROOMY_SHARE = 0.4  # of the budget for finding something that fits
 NUM_PRIORS = 5  # around which two_phase searches
+NUM_CHAINED = 3  # in a chain: priors around which every method searches, and choices that are simulated
 NUM_TIGHT = 8  # candidates of a call for which it makes room
 
 
@@ -60,8 +62,8 @@ class Plan:
 class SearchResult:
     """Plans, best first.
 
-    gap: the fraction by which an unexplored placement might be faster in the call-level model; 0.0 if the exact search
-        finished, None if the method proves nothing.
+    gap: the fraction by which an unexplored placement might be faster in the call-level model of iterations that are
+        not a chain; 0.0 if the exact search finished, None if the method proves nothing.
     processor_s: of search_s, what a processor took, which other work on the machine does not lengthen.
     """
 
@@ -89,7 +91,7 @@ def search(
     """Searches for the best placements of a workload on a cluster. Raises UserError if no placement fits the devices or
     is allowed, the method is unknown, or the calibration lacks a device type.
 
-    keep: how many are compiled and simulated.
+    keep: how many are compiled and simulated, besides those whose iterations are a chain, and how many are returned.
     budget: steps (budget.py) after which the exact search stops and reports a gap, or the Markov chain ends.
     allowed: the layouts that calls may have.
     evaluated_tokens: the most tokens of a response in evaluations, for which memory is kept; 0: no evaluation.
@@ -116,12 +118,17 @@ def search(
     if roomy and space.model.excess_bytes(roomy) <= 0 and not best.found:
         best.offer(space.model.score_s(roomy), roomy)
         refine(space, roomy, best)
+    in_chain, chained = Space(space.model.in_chain(), space.candidates), Best(NUM_CHAINED)
+    if space.model.can_chain:
+        two_phase_in_chain(in_chain, chained, best.choices)
     search_s, processor_s = time.perf_counter() - begin_s, time.process_time() - begin_processor_s
     if not best.found:
         raise UserError(why_none(space, roomy, num_steps=work.taken, proved=gap == 0.0))
-    plans = simulated(space, best, method, calibration, say)
+    plans = simulated(space, best, method, calibration, say) + simulated(in_chain, chained, method, calibration, say)
+    plans = tuple(sorted(plans, key=lambda plan: plan.forecast.makespan_s)[:keep])
     simulate_s = time.perf_counter() - begin_s - search_s
-    return SearchResult(plans, gap, best.num_scored, search_s, processor_s, simulate_s)
+    num_scored = best.num_scored + chained.num_scored
+    return SearchResult(plans, gap, num_scored, search_s, processor_s, simulate_s)
 
 
 def choose(space: Space, method: str, best: Best, budget: Budget) -> tuple[Best, float | None]:
@@ -169,13 +176,14 @@ def simulated(
 
 def _simulated(model: CallModel, calibration: Calibration, method: str, call_level_s: float, chosen: Choice) -> Plan:
     """Returns the quickest program of a choice: with or without streaming and, in two_phase, with the exchanges of the
-    interleaving strategies."""
-    placed = replace(model.placement(chosen), ahead=model.ahead)
+    interleaving strategies. In a chain all mini-batches are decoded at once, as CallModel.chained_s assumes."""
+    placed = replace(model.placement(chosen), chain=model.chain, ahead=model.ahead)
+    decoded = model.workload.num_mini_batches if model.chain else placed.decode_mini_batches
     name = name_of(placed, model.workload, model.cluster)
     frozen = tuple(call.name for i, call in enumerate(model.calls) if model.trained_by(i) is None)
     variants = [placed]
     if model.may_stream(chosen):
-        variants.append(replace(placed, stream=True))
+        variants.append(replace(placed, stream=True, decode_mini_batches=decoded))
     if method == "two_phase" and name == "interleaving":
         variants += [replace(placed, own_first=frozen), replace(placed, joint=(frozen,))]
     plans = []
@@ -187,11 +195,11 @@ def _simulated(model: CallModel, calibration: Calibration, method: str, call_lev
 
 def _tuned(plan: Plan, calibration: Calibration) -> Plan:
     """Returns a plan that streams, with the fields of its stream that make its program the quickest, chosen one after
-    another; the last one is whether iterations are a chain."""
+    another."""
     num = plan.program.workload.num_mini_batches
-    tried = {field: sorted({min(value, num) for value in (*values, num)}) for field, values in STREAMS.items()}
-    for field, values in (tried | {"chain": [True]}).items():
-        for value in (value for value in values if value != getattr(plan.placement, field)):
+    for field, values in STREAMS.items():
+        others = {min(value, num) for value in (*values, num)} - {getattr(plan.placement, field)}
+        for value in sorted(others):
             change: dict[str, Any] = {field: value}
             placement = replace(plan.placement, **change)
             program = compile_program(plan.program.workload, placement, plan.program.cluster)
@@ -237,6 +245,17 @@ def two_phase(space: Space, best: Best) -> None:
     choices = [one for prior in dict.fromkeys(priors(space)) if (one := filled(space, prior, best))]
     for chosen in sorted(choices, key=space.model.score_s)[:NUM_PRIORS]:
         refine(space, chosen, best)
+
+
+def two_phase_in_chain(space: Space, best: Best, others: Iterable[tuple[float, Choice]]) -> None:
+    """Finds choices for iterations that are a chain, as two_phase does: around priors, of which those that are as good,
+    such as mirrored ones, count once; and among the best choices for other iterations."""
+    found = (filled(space, prior, best) for prior in priors_in_chain(space))
+    choices = {round(space.model.score_s(one), 9): one for one in found if one}
+    for seconds in sorted(choices)[:NUM_CHAINED]:
+        refine(space, choices[seconds], best)
+    for _, chosen in others:
+        best.offer(space.model.score_s(chosen), chosen)
 
 
 def refine(space: Space, chosen: Choice, best: Best) -> None:
@@ -330,7 +349,7 @@ def improve(
     for picked in others:
         for index, one in zip(calls, picked, strict=True):
             current[index] = one
-        other = _rank(model, current)
+        other = _rank(model, current, rank[0])
         best.num_scored += 1
         if other < rank and model.excess_bytes(current) <= 0:
             rank, kept = other, list(picked)
@@ -340,6 +359,6 @@ def improve(
     return tuple(current)
 
 
-def _rank(model: CallModel, chosen: Sequence[Candidate]) -> tuple[float, float]:
-    """Sorts choices: by seconds of an iteration, and equal ones by the sum over calls."""
-    return round(model.score_s(chosen), 9), sum(one.seconds for one in chosen)
+def _rank(model: CallModel, chosen: Sequence[Candidate], most_s: float = inf) -> tuple[float, float]:
+    """Sorts choices: by seconds of an iteration, and equal ones by the sum over calls. most_s: of score_s."""
+    return round(model.score_s(chosen, most_s), 9), sum([one.seconds for one in chosen])

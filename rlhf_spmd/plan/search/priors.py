@@ -18,8 +18,7 @@ def priors(space: Space) -> Iterator[Meshes]:
     all of their calls on alternating halves (interleaving); training on the first ranks and all else on the others, or
     the other way around (separation)."""
     model = space.model
-    parts = {(one.first, one.stop) for of in space.candidates for one in of}
-    num = len(model.limits)
+    num, parts = len(model.limits), _parts(space)
     large = sorted(parts, key=lambda span: (span[0] - span[1], span))
     even = [span for span in large if (span[1] - span[0]) & (span[1] - span[0] - 1) == 0]
     everywhere = dict.fromkeys([*(large[:1] if large[0] == (0, num) else large[:2]), *even[:1]])
@@ -37,11 +36,32 @@ def priors(space: Space) -> Iterator[Meshes]:
         for spans in ([whole], halves):
             turns = cycle(spans)
             yield tuple(next(turns) if training is None else half_of[training] for training in trainings)
-    edges = sorted({stop for first, stop in parts if first == 0 and (stop, num) in parts})
-    for edge in edges:
-        front, behind = (0, edge), (edge, num)
-        for training, rest in ((front, behind), (behind, front)):
-            yield tuple(training if index in model.trains else rest for index in range(len(model.calls)))
+    for training, rest in _cuts(space):
+        yield tuple(training if index in model.trains else rest for index in range(len(model.calls)))
+
+
+def priors_in_chain(space: Space) -> Iterator[Meshes]:
+    """Yields meshes on which iterations of a chain overlap: training on some ranks and all else on the others
+    (separation), or on some ranks the calls of the first kind, such as generation, on the others training that these
+    need not wait for, such as the critic's, and all else on all ranks."""
+    model, whole = space.model, (0, len(space.model.limits))
+    first = [call.kind == model.calls[0].kind for call in model.calls]
+    for one, other in _cuts(space):
+        yield tuple(one if index in model.trains else other for index in range(len(model.calls)))
+        yield tuple(one if index in model.late else other if first[index] else whole for index in range(len(first)))
+
+
+def _parts(space: Space) -> set[tuple[int, int]]:
+    """Returns all meshes that candidates have."""
+    return {(one.first, one.stop) for of in space.candidates for one in of}
+
+
+def _cuts(space: Space) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yields the ranks in two parts, in both orders."""
+    num, parts = len(space.model.limits), _parts(space)
+    for edge in sorted({stop for first, stop in parts if first == 0 and (stop, num) in parts}):
+        yield (0, edge), (edge, num)
+        yield (edge, num), (0, edge)
 
 
 def around(space: Space, chosen: Choice, candidates: Sequence[Candidate]) -> list[Candidate]:

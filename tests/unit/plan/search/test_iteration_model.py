@@ -6,14 +6,19 @@ from math import inf
 
 import pytest
 
+from rlhf_spmd.config.options import make_workload
+from rlhf_spmd.config.presets import load
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.search.exact import Best, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.meshes import layouts, meshes
+from rlhf_spmd.plan.search.planner import filled
+from rlhf_spmd.plan.search.priors import priors_in_chain
 from tests.unit.plan.search.test_planner import A100, llama, model_of, on_one_base
 
 
@@ -86,6 +91,39 @@ def test_one_iteration_ahead_agrees_with_programs(epochs, train_first):
     assert model.score_s(halves) == pytest.approx(forecast(program, A100).makespan_s, rel=0.1)
     assert model.excess_bytes(halves) < inf == model.excess_bytes([*halves[:-1], quickest_on(lists[-1], (0, 16))])
     assert model.phases == [[0], [1, 2, 3], [4, 5]] and model.lines == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(("preset", "layout", "epochs"), [("llama-7b", "2x8", 2), ("llama-13b", "2x8", 1)])
+def test_iterations_in_a_chain_agree_with_programs(preset, layout, epochs):
+    """On meshes on which they overlap: within 3%, and with streaming, where training is apart, within a fifth. A lower
+    bound is one."""
+    workload, cluster = llama(preset, layout, f"ppo.epochs={epochs}")
+    space = Space.of(CallModel(Cost(A100, workload, cluster)))
+    model, seen = space.model.in_chain(), set()
+    assert model.can_chain and not space.model.chain
+    for prior in priors_in_chain(space):
+        chosen = filled(Space(model, space.candidates), prior, Best(1))
+        if chosen is None or prior[0][0] == 0:  # which is mirrored
+            continue
+        stream, num = model.may_stream(chosen), workload.num_mini_batches
+        placement = replace(model.placement(chosen), chain=True, stream=stream, decode_mini_batches=num)
+        program = compile_program(workload, placement, cluster)
+        expected_s = forecast(program, A100).makespan_s
+        assert model.score_s(chosen) == pytest.approx(expected_s, rel=0.2 if stream else 0.03)
+        assert model.score_s(chosen) >= model.score_s(chosen, 0.0) > 0.0
+        seen.add(stream)
+    assert seen == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "layout", "can"),
+    [("ppo", "1x4", True), ("ppo", "1x1", False), ("grpo", "1x4", False), ("dpo", "1x4", True)],
+)
+def test_a_chain_gains_if_a_model_trains_that_the_first_call_does_not_need(algorithm, layout, can):
+    workload = make_workload(load("llama-7b", algorithm=algorithm))
+    model = CallModel(Cost(A100, workload, Cluster.parse(layout, "a100-80g")))
+    assert model.can_chain == can
+    assert not CallModel(Cost(A100, replace(workload, may_chain=False), model.cluster)).can_chain
 
 
 def quickest_on(candidates, mesh):
