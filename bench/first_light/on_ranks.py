@@ -5,8 +5,10 @@ Command (bench/first_light/several.py starts it): mpirun -n 2 python -m bench.fi
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,12 +19,14 @@ from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.runtime.failure.processes import process_fields, spun_s
 from rlhf_spmd.runtime.world.world import World
 
 HELD_S, DRY_HELD_S = 3.0, 0.3  # after which the sender sends
 SLOWER = 1.10  # products beside pending receives, against products alone
 EDGE, PRODUCTS = 8192, 20  # rows and columns of a matrix; products that are timed
 RECEIVES = (0, 1, 2)
+WORK_SHARE = 0.1  # of the time for which a rank only waits for a message
 
 
 def tp_graphs(world: World, dry: bool) -> dict:
@@ -66,6 +70,42 @@ def pending_receive(world: World, dry: bool) -> dict:
     told = [f"{name} waited for the sender" for name in waits] or ["nothing waited for the sender"]
     told.append(f"products beside {RECEIVES[-1]} receives take {slower:.2f} times as long")
     return {"seconds": seconds, "product_s": products} | {"ok": not waits and slower <= SLOWER, "told": "; ".join(told)}
+
+
+def waiting(world: World, dry: bool) -> dict:
+    """Checks that a rank which waits for a message looks idle to the watch for hangs: NCCL's threads, which spin, have
+    names that the watch knows."""
+    device, held_s, found = world.device, DRY_HELD_S if dry else HELD_S, {}
+    message = torch.zeros(1024, device=device)
+    for number in range(2):  # the first message makes the connection
+        world.barrier(f"message {number}")
+        if world.rank == 0:
+            time.sleep(held_s)
+            dist.send(message, 1)
+        else:
+            spun_before_s, worked_before_s, started = spun_s(), worked_s(), time.perf_counter()
+            dist.irecv(message, 0).wait()
+            synchronise(device)
+            taken_s = time.perf_counter() - started
+            found["work_share"] = (worked_s() - worked_before_s) / taken_s
+            found["spun_share"] = (spun_s() - spun_before_s) / taken_s
+    _, found = world.allgather(found | {"threads": thread_names()}, "threads")
+    has_name = any(name.startswith("NCCL Progress") for name in found["threads"])
+    told = f"{'a' if has_name else 'no'} thread is named NCCL Progress; while a rank waits, it works "
+    told += f"{found['work_share']:.0%} of the time and its threads spin {found['spun_share']:.0%}"
+    return found | {"ok": has_name and found["work_share"] <= WORK_SHARE, "told": told}
+
+
+def worked_s() -> float:
+    """Returns the processor seconds of this process that count as work."""
+    fields = process_fields(os.getpid())
+    assert fields is not None
+    return fields[1]
+
+
+def thread_names() -> list[str]:
+    """Returns the names of this process's threads, each once."""
+    return sorted({path.read_text(encoding="utf-8").strip() for path in Path("/proc/self/task").glob("*/comm")})
 
 
 def actions(device: torch.device) -> dict[str, Callable[[], object]]:
@@ -125,7 +165,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-CASES = {"tp-graphs": tp_graphs, "pending-receive": pending_receive}
+CASES = {"tp-graphs": tp_graphs, "pending-receive": pending_receive, "waiting": waiting}
 
 
 def main() -> None:

@@ -53,3 +53,10 @@ def pending_receive(light: Light) -> Found:
     found, why = on_ranks(light, "pending-receive")
     light.row(**(found or {"why": why}))
     return Found(found is not None and (light.dry or found["ok"]), found["told"] if found else why)
+
+
+def waiting_rank(light: Light) -> Found:
+    """Tests the watch for hangs beside a receive by sockets, for which NCCL has a thread that spins."""
+    found, why = on_ranks(light, "waiting", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
+    light.row(**(found or {"why": why}))
+    return Found(found is not None and (light.dry or found["ok"]), found["told"] if found else why)

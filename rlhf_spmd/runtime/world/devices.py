@@ -152,6 +152,8 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
     # Else NCCL registers the tensors of collectives in a captured graph (cuda_graphs.py), which may lie on pages of
     # several mappings in such a segment: an illegal access to memory, also of Megatron-LM (issue 5474).
     environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    # Else NCCL's threads bear this program's name, and what they spin counts as work (processes.py).
+    environ.setdefault("NCCL_SET_THREAD_NAME", "1")
 
 
 def threads_wanted(environ: Mapping[str, str]) -> int | None:
