@@ -16,6 +16,7 @@ from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 
 ITERATIONS, WARM = 20, 2
+ROWS, LENGTH = 64, 256  # of the first iteration: responses, and tokens of a prompt or a response at most
 GROWTH = 2**26  # bytes that may be reserved after the warm-up: less than the workspace of one stream more
 
 
@@ -27,24 +28,33 @@ def num_loaded() -> int:
     return sum(len(caches[0]) for kernel in kernels.values() for caches in kernel.device_caches.values())
 
 
-def generate(model: Transformer, rows: int, longest: int, places: int) -> None:
-    """Generates responses of some rows in a fresh engine, some of which wait for a place; lengths differ."""
-    engine = Engine(model.eval(), longest=2 * longest, max_sequences=places)
-    prompts = [[1 + (7 * i + j) % 250 for j in range(1 + (5 * i) % longest)] for i in range(rows)]
-    engine.submit(prompts, bits_of(rows, longest), [Sampling(1 + (3 * i) % longest) for i in range(rows)])
+def sizes(number: int, rows: int, length: int) -> tuple[int, int]:
+    """Returns rows and length of an iteration, from those of the first one, which is the largest."""
+    return max(1, rows - 5 * number % rows), max(1, length - 11 * number % length)
+
+
+def generate(model: Transformer, rows: int, length: int, longest: int, places: int) -> None:
+    """Generates responses of some rows in a fresh engine, some of which wait for a place; lengths differ.
+
+    longest: tokens of a sequence in any iteration. As in a run, all engines have the same: it decides in how many parts
+        a row's attention is split, and each number of parts is a kernel.
+    """
+    engine = Engine(model.eval(), longest=longest, max_sequences=places)
+    prompts = [[1 + (7 * i + j) % 250 for j in range(1 + (5 * i) % length)] for i in range(rows)]
+    engine.submit(prompts, bits_of(rows, length), [Sampling(1 + (3 * i) % length) for i in range(rows)])
     engine.run()
 
 
 def steady(light: Light) -> Found:
     """Checks that memory stays steady: the first iteration is the largest; every later one has sizes of its own."""
-    most, longest, num = (4, 4, 3) if light.dry else (64, 256, ITERATIONS)
+    most, longest, num = (4, 4, 3) if light.dry else (ROWS, LENGTH, ITERATIONS)
     model = random_model(DRY if light.dry else LLAMA_1B, light.device)
     engine = make_engine(model, groups=Groups(), options=EngineOptions(0, torch.bfloat16))
     loaded, reserved, seconds = [], [], []
     for number in range(num):
         started = time.perf_counter()
-        rows, length = max(1, most - 5 * number % most), max(1, longest - 11 * number % longest)
-        generate(model, rows, length, max(1, most // 2))
+        rows, length = sizes(number, most, longest)
+        generate(model, rows, length, 2 * longest, max(1, most // 2))
         passes_of(model.train(), engine, max(1, rows // 8), length, length)()
         engine.update(lr=1e-6)
         gc.collect()

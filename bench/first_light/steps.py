@@ -15,6 +15,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_spmd.runtime.world.devices import set_defaults, sleep_while_waiting
+
 if TYPE_CHECKING:
     import torch
 
@@ -131,9 +133,12 @@ def chosen(steps: Iterable[Step], names: str) -> list[Step]:
 
 
 def run_one(step: Step, light: Light) -> int:
-    """Takes a step in this process and leaves its result in the work folder; returns the exit status."""
+    """Takes a step in this process, which waits for a device as runs do, and leaves its result in the work folder;
+    returns the exit status."""
     module, _, name = step.function.partition(":")
     try:
+        if not light.dry:
+            sleep_while_waiting(0)
         found = getattr(import_module(module), name)(light)
         result = {"verdict": "passed" if found.ok else "failed", "told": found.told}
     except Missing as missing:
@@ -145,8 +150,10 @@ def run_one(step: Step, light: Light) -> int:
 
 def environment(dry: bool) -> dict[str, str]:
     """Returns the environment of every step: the sources can be imported from any folder, an MPI library is found
-    beside the packages, nothing looks for a network, and a dry run sees no GPU."""
+    beside the packages, nothing looks for a network, torch, CUDA and NCCL have the defaults of runs, and a dry run sees
+    no GPU."""
     found = dict(os.environ)
+    set_defaults(found)
     root = str(Path(__file__).resolve().parents[2])
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (root, found.get("PYTHONPATH"))))
     found |= {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}

@@ -1,17 +1,23 @@
 """Bench first-light: a dry walk on the CPU; steps that fail, crash or hang leave the others alone; its arithmetic."""
 
+import configparser
 import json
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from bench.first_light import checks, first_light
-from bench.first_light.steps import STEPS, Step
+from bench.first_light import checks, first_light, steady, steps
+from bench.first_light.speed import LLAMA_1B
+from bench.first_light.steps import STEPS, Light, Step
 from bench.rows import read_rows
+from rlhf_spmd.kernels.decode_attention import choose_parts
+from rlhf_spmd.runtime.generation.cuda_graphs import graph_size
 from tests.run_mpi import REPOSITORY
 
 PLANTS = "tests.planted_steps"
@@ -87,6 +93,32 @@ def test_steps_whose_needs_are_missing_are_skipped(tmp_path, monkeypatch):
     assert found[0]["verdict"] == "skipped: a telescope, patience" and rows_of(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("names", "options", "status"),
+    [("passes", [], 0), ("passes,lacks", [], 3), ("passes,lacks", ["--allow-skipped"], 0), ("lacks,fails", [], 1)],
+)
+def test_skipped_steps_are_told_and_are_no_success(names, options, status, tmp_path, monkeypatch, capsys):
+    planted_steps = list(map(planted, names.split(",")))
+    monkeypatch.setattr(first_light, "STEPS", planted_steps)
+    monkeypatch.setattr(first_light.signal, "signal", lambda *_: None)
+    assert first_light.main(["--dry", "--out", str(tmp_path), *options]) == status
+    lines = capsys.readouterr().out.splitlines()
+    is_told = f"1 of {len(planted_steps)} steps skipped: lacks (a sanitizer)" in lines
+    assert is_told == ("lacks" in names) == bool(json.loads(lines[-1])["skipped"])
+
+
+def test_steps_have_the_environment_of_runs(monkeypatch, tmp_path):
+    for name in ("PYTORCH_ALLOC_CONF", "NCCL_SET_THREAD_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    found = steps.environment(dry=False)
+    assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and found["NCCL_SET_THREAD_NAME"] == "1"
+    slept: list[int] = []
+    monkeypatch.setattr(steps, "sleep_while_waiting", slept.append)
+    for dry in (True, False):
+        steps.run_one(planted("passes"), Light("passes", tmp_path, tmp_path, dry))
+    assert slept == [0]
+
+
 def walked_dry(folder: Path, *options: str) -> dict[str, dict]:
     command = [sys.executable, "-m", "bench", "first-light", "--dry", "--out", str(folder), *options]
     budget = ["--budget-s", str(LIMIT_S)]
@@ -110,7 +142,7 @@ def test_a_dry_walk_of_some_steps(tmp_path):
 
 @pytest.mark.slow
 def test_a_dry_walk_of_all_steps(tmp_path):
-    found = walked_dry(tmp_path)
+    found = walked_dry(tmp_path, "--allow-skipped")
     assert list(found) == [step.name for step in STEPS]
     assert all(row["verdict"] == "passed" or row["verdict"].startswith("skipped: ") for row in found.values())
     steps_with_rows = {row["step"] for row in rows_of(tmp_path)}
@@ -127,3 +159,50 @@ def test_every_kernel_test_that_takes_a_device_is_run():
     files = (REPOSITORY / "tests" / "unit").rglob("test_*.py")
     found = {path.stem.removeprefix("test_") for path in files if takes.search(path.read_text(encoding="utf-8"))}
     assert found == set(checks.KERNEL_TESTS)
+
+
+@pytest.mark.parametrize("num_processors", [84, 108, 132, 148])
+def test_steady_meets_all_kernels_in_its_first_iterations(num_processors, monkeypatch):
+    """The number of parts of a row's attention is a constant of the kernel, and follows rows and longest sequence."""
+    made: list[dict] = []
+
+    class Recorded:
+        def __init__(self, model, **options):
+            made.append(options)
+
+        def submit(self, prompts, *_):
+            self.num = min(len(prompts), made[-1]["max_sequences"])
+
+        def run(self):
+            counts = {*range(1, self.num + 1), *map(graph_size, range(1, self.num + 1))}
+            pairs, longest = [num * LLAMA_1B.num_kv_heads for num in counts], made[-1]["longest"]
+            made[-1]["parts"] = {choose_parts(num, longest, num_processors) for num in pairs}
+
+    monkeypatch.setattr(steady, "Engine", Recorded)
+    monkeypatch.setattr(steady, "passes_of", lambda *_: lambda: None)
+    monkeypatch.setattr(steady, "random_model", lambda *_: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(steady, "make_engine", lambda *_, **__: SimpleNamespace(update=lambda lr: None))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    light = SimpleNamespace(dry=False, device=torch.device("cpu"), row=lambda **_: None)
+    assert steady.steady(light).ok and len(made) == steady.ITERATIONS
+    first = set().union(*(one["parts"] for one in made[: steady.WARM]))
+    assert all(one["parts"] <= first for one in made)
+
+
+def test_the_documented_installation_takes_every_step():
+    """What steps need beside tools and an MPI library is in the requirements or the extras of the recipe."""
+    text = (REPOSITORY / "docs" / "install.md").read_text(encoding="utf-8")
+    (extras,) = re.findall(r'pip install -c constraints-cuda.txt -e "\.\[([a-z,]+)\]"', text)
+    about = configparser.ConfigParser()
+    about.read(REPOSITORY / "setup.cfg", encoding="utf-8")
+    lists = [
+        about["options"]["install_requires"],
+        *(about["options.extras_require"][name] for name in extras.split(",")),
+    ]
+    installed = {
+        re.match(r"[\w-]+", entry.strip()).group()
+        for entry in ";".join(lists).replace("\n", ";").split(";")
+        if entry.strip()
+    }
+    others = {steps.GPU, steps.TWO_GPUS, steps.MPI, "mpiexec", "compute-sanitizer", "tqdm"}  # tqdm: of transformers
+    assert {name for step in STEPS for name in step.needs} - others <= installed
