@@ -4,12 +4,16 @@ python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_chain.py
 """
 
 import dataclasses
+import json
 import time
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
 from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.runtime.execute.executor import Executor
@@ -17,7 +21,7 @@ from rlhf_spmd.runtime.run.chain import Chain
 from rlhf_spmd.runtime.world.reports import Reports
 from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.strategies import separation
-from tests.folders import write_all
+from tests.folders import WORDS, write_all
 from tests.mpi.test_invariance import apart, scattered, trained_on_halves, weights_of, with_groups
 from tests.runs import RunOf, compiled
 
@@ -35,7 +39,12 @@ OPTIONS = {
     "stopped": ("ppo.kl_early_stop=1e-3", "ppo.epochs=2"),
     "grpo": ("grpo.epochs=2", "grpo.kl_coef=0.05", "samples_per_prompt=4", "rollout_batch=6"),
     "remax": ("rollout_batch=24",),
+    "rloo": ("samples_per_prompt=4", "rollout_batch=6"),
+    "reinforce_plus_plus": ("samples_per_prompt=4", "rollout_batch=6"),
+    "distill": ("rollout_batch=24", "models.teacher=ACTOR"),
+    "dpo": ("dpo.epochs=2", "data.prompts=PAIRS"),
 }
+ALGORITHMS = ("grpo", "remax", "rloo", "reinforce_plus_plus", "distill", "dpo")  # of the cases of these names
 
 
 def halves(workload, cluster) -> Placement:
@@ -79,17 +88,27 @@ class Chained(RunOf):
 
 @pytest.fixture(scope="module")
 def overrides(world, shared_folder):
+    if world.rank == 0:
+        pairs = [
+            {"prompt": one, "chosen": f"{other} {one}", "rejected": f"{one} {other}"} for one, other in pairwise(WORDS)
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in pairs)
+        (shared_folder / "pairs.jsonl").write_text(lines, encoding="utf-8")
     found = write_all(shared_folder) if world.rank == 0 else None
     return world.bcast(found, what="the models")
 
 
-def config_of(overrides, case: str):
+def config_of(folder: Path, overrides: list[str], case: str) -> Config:
     """Returns the options of a case of OPTIONS."""
-    own = next(name for name in (case, "ppo") if name in ("ppo", "grpo", "remax"))
+    algorithm = case if case in ALGORITHMS else "ppo"
     common = (f"iterations={NUM}", "rollout_batch=24", "mini_batch=12", "micro_batch=4", "optimizer.actor_lr=1e-3")
-    of_ppo = ("ppo.", "models.critic", "optimizer.critic")
-    words = [word for word in overrides if own == "ppo" or not word.startswith(of_ppo)]
-    return presets.load("tiny", [*words, *common, *OPTIONS[case]], algorithm=own)
+    foreign = () if algorithm == "ppo" else ("ppo.", "models.critic", "optimizer.critic")
+    foreign += ("models.reward",) if algorithm in ("distill", "dpo") else ()
+    words = [*(word for word in overrides if not word.startswith(foreign)), *common, *OPTIONS[case]]
+    words = [
+        word.replace("ACTOR", f"{folder / 'actor'}").replace("PAIRS", f"{folder / 'pairs.jsonl'}") for word in words
+    ]
+    return presets.load("tiny", words, algorithm=algorithm)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +118,10 @@ def config_of(overrides, case: str):
         pytest.param("sliced", "state", id="sliced-state", marks=pytest.mark.ranks(4)),
     ],
 )
-def test_a_chain_has_the_bits_of_iterations_that_end_with_a_meeting(placement, case, world, overrides, make_group):
-    config = config_of(overrides, case)
+def test_a_chain_has_the_bits_of_iterations_that_end_with_a_meeting(
+    placement, case, world, shared_folder, overrides, make_group
+):
+    config = config_of(shared_folder, overrides, case)
 
     def place(workload, cluster, *, chain: bool) -> Placement:
         return dataclasses.replace(PLACEMENTS[placement](workload, cluster), chain=chain)
