@@ -115,11 +115,9 @@ class RunOf:
         """Runs one iteration and returns its metrics."""
         self.data, self.meter = make_iteration(self.job, self.number), StepMeter()
         self.data.meter = self.meter
+        answers = self.executor.iteration(self.data)
         if self.program.chains:  # drained after each
-            self.executor.iteration(None, self.data)
-            answers = self.executor.iteration(self.data, None)
-        else:
-            answers = self.executor.iteration(self.data)
+            answers = self.executor.iteration(None, self.data)
         self.responses.append(self._responses())
         metrics = summarize(self.job, answers, self.state.of_algorithm)
         self.state.of_algorithm = next_state(self.job, self.state.of_algorithm, answers)

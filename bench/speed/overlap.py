@@ -139,17 +139,17 @@ class Runner:
         from rlhf_spmd.runtime.run.prepare import make_iteration
 
         data = make_iteration(self.job, number)
-        batches = (data,)
-        follows = self.program.chains and self.in_flight is not None
-        if self.program.placement.ahead or self.program.chains:
-            batches, self.in_flight = (self.in_flight, data), data
+        before = self.in_flight
+        follows = self.program.chains and before is not None
+        if self.program.overlaps:
+            self.in_flight = data
         else:
             self.executor.begin()
         if not follows:
             self.world.barrier("the start of an iteration")
             self.began_s = time.perf_counter()
         self.recorder.spans.clear()
-        self.executor.iteration(*batches)
+        self.executor.iteration(data, before)
         return self._took_s(), [span[3] - span[2] for span in self.recorder.spans if span[1] == "compute"]
 
     def _took_s(self) -> float:
@@ -161,7 +161,7 @@ class Runner:
         """Runs iterations in a row. A chain is drained after the last one, whose seconds have what that takes."""
         measured = [self.iteration(number) for number in numbers]
         if self.program.chains:
-            self.executor.iteration(self.in_flight, None)
+            self.executor.iteration(None, self.in_flight)
             took_s, of_runs = measured[-1]
             measured[-1] = took_s + self._took_s(), of_runs
             for number in numbers[:-1] if self.world.rank == 0 else ():

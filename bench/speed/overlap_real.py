@@ -32,7 +32,7 @@ from rlhf_spmd.config.presets import load
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.simulate import Times, simulate
-from rlhf_spmd.plan.program.ahead import draws
+from rlhf_spmd.plan.program.ahead import is_late
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.program.transfers import communicators
 
@@ -105,7 +105,7 @@ def row_of(program: Program, blocks: Sequence[Sequence[Iteration]]) -> dict[str,
         for run, took_s in seconds_of(program, iteration).items():
             found.setdefault(run, []).append(took_s)
     run_s = {key: statistics.median(seconds) for key, seconds in found.items()}
-    halves = [sum(s for (_, run), s in run_s.items() if draws(program, run) is drawn) for drawn in (True, False)]
+    halves = [sum(s for (_, run), s in run_s.items() if is_late(program, run) is not drawn) for drawn in (True, False)]
     each_s = [max(sum(s for s, _ in of_rank) / len(of_rank) for of_rank in block) for block in blocks]
     placement = program.placement
     return {

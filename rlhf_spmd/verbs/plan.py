@@ -177,14 +177,11 @@ def iteration_s(config: Config, program: Program, world: Any) -> float:
         if not program.chains:
             world.barrier("the start of an iteration")
         began = time.perf_counter()
-        if program.placement.ahead or program.chains:
-            executor.iteration(before, data)
-            before = data
-        else:
-            executor.iteration(data)
+        executor.iteration(data, before)
+        before = data if program.overlaps else None
         seconds.append(time.perf_counter() - began)
     if program.chains:
-        executor.iteration(before, None)
+        executor.iteration(None, before)
     slowest = [max(of_ranks) for of_ranks in zip(*world.allgather(seconds, "the seconds of iterations"), strict=True)]
     del job, executor, data, before
     gc.collect()

@@ -126,25 +126,23 @@ def run(world: "World", parsed: argparse.Namespace) -> int:
     seconds, busy_s, answers = [], [], []
     batches = [Rehearsed(number) for number in range(num + ahead)]
     if ahead:
-        rehearsal.iteration(None, batches[0])
+        rehearsal.iteration(batches[0])
     for number in range(num):
         if not chains:
             world.barrier("the start of an iteration")
         began_s, before_s = time.monotonic(), time.process_time()
-        if chains:
-            rehearsal.iteration(batches[number - 1] if number else None, batches[number])
-        else:
-            answers = rehearsal.iteration(*batches[number : number + 1 + ahead])
+        now = number + ahead
+        answers = rehearsal.iteration(batches[now], batches[now - 1] if program.overlaps and now else None)
         seconds.append((time.monotonic() - began_s) * factor)
         busy_s.append(time.process_time() - before_s)
         against = f"forecast {forecast_s:.4g} s ({seconds[-1] / forecast_s - 1:+.1%})"
         _say(world, f"iteration {number + 1} of {num}: {seconds[-1]:.4g} s, {against}")
         batches[number].rows.clear()
     if chains:
-        answers = rehearsal.iteration(batches[-1], None)
+        answers = rehearsal.iteration(None, batches[-1])
         _say(world, "Each iteration began on a rank when that could; seconds are those of rank 0.")
     if ahead:
-        rehearsal.iteration(batches[-1])
+        rehearsal.iteration(None, batches[-1])
         _say(world, f"A first batch was drawn before, and a last one, {num + 1}, trained after these.")
     processor_s = sum(map(sum, world.allgather(busy_s, "processor seconds")))
     records = world.allgather(recorder.to_records(), "the timeline") if parsed.out else []

@@ -72,7 +72,7 @@ class LateExecutor(Executor):
     late = now = None
     made = 0  # steps of the actor before this iteration
 
-    def iteration(self, data, drawn=None):
+    def iteration(self, data, before=None):
         engines = self.job.models.engines
         weights = {role: [w.detach().clone() for w in engine.model.parameters()] for role, engine in engines.items()}
         data.lag = int(self.now is not None)
@@ -113,7 +113,7 @@ class Ahead(RunOf):
 
     def iteration(self):
         self.data = self.loop.begin(self.number)
-        answers = self.loop.executor.iteration(self.data, self.loop.in_flight)
+        answers = self.loop.executor.iteration(self.loop.in_flight, self.data)
         self.responses.append(self._responses())
         self.history.append(summarize(self.job, answers, self.state.of_algorithm))
         self.state.of_algorithm = next_state(self.job, self.state.of_algorithm, answers)

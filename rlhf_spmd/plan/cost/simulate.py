@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 from math import isclose
 
-from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Message, Post, Program, Run, Wait, delay_of
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Message, Post, Program, Run, Wait
 from rlhf_spmd.plan.program.pipeline import expand, usual_number
 
 MOST_STEPS = 8  # of a chain whose times do not repeat; then it has the mean of two
@@ -75,8 +75,9 @@ class _Simulation:
     def __init__(self, program: Program, times: Times):
         self.program, self.times = program, times
         self.spans: list[list[tuple[float, float]]] = [[] for _ in program.instructions]  # of all steps
-        chained = any(isinstance(step, Agree) and step.delay for steps in program.instructions for step in steps)
-        self.num_steps, self.steady_step = (MOST_STEPS if chained else 1), 0  # 0: not known yet
+        delayed = any(isinstance(step, Agree) and step.delay for steps in program.instructions for step in steps)
+        self.chained = delayed and not program.placement.ahead  # one ahead, all that is delayed is in each step
+        self.num_steps, self.steady_step = (MOST_STEPS if self.chained else 1), 0  # 0: not known yet
         self.ends: list[dict[int, float]] = [{} for _ in range(MOST_STEPS)]  # of each step, of ranks with Runs
         self.busy = {rank for rank in self.program.cluster.ranks if any(map(_is_run, program.instructions[rank]))}
         self.now, self.numbers = 0.0, count()
@@ -133,11 +134,11 @@ class _Simulation:
             if step and not place and rank in self.busy:
                 self._end_step(rank, step - 1)
             instruction = instructions[place]
-            iteration = step - delay_of(instruction)
+            iteration = step - instruction.delay * self.chained
             first = iteration * len(self.program.transfers)  # number of the iteration's first transfer
             if isinstance(instruction, Post) and iteration >= 0:
                 self._post(rank, first + instruction.transfer)
-            late = isinstance(instruction, Agree) and instruction.delay
+            late = self.chained and isinstance(instruction, Agree) and instruction.delay
             if isinstance(instruction, Post) or late or iteration < 0:
                 self.spans[rank].append((self.now, self.now))
                 continue

@@ -2,9 +2,9 @@
 
 A step k trains batch k beside everything that comes before the training of batch k + 1, which is drawn with the weights
 after step k - 1; then the new weights go to their copies. So a batch is one iteration old when it trains, neither more
-nor less. A run has three lists of instructions, each of which ends with all its Waits and the Agree, so that no message
-crosses a step: the prologue draws the first batch, steps draw and train, the epilogue trains the last batch. All three
-are the list of a step, or parts of it. Rows that are drawn and rows that train are in different stores.
+nor less. In the list of a step, what trains is *delayed*: it belongs to the iteration before. The list ends with all
+its Waits and the Agree, so that no message crosses a step. The first time, in the prologue, only what is not delayed is
+executed, the last time, in the epilogue, only what is. Rows that are drawn and rows that train are in different stores.
 
 When a batch trains, its weights are no longer those that drew it, so the parity gate cannot be in training. It is an
 inference by the weights that drew, on the ranks that drew, for the first mini-batch; where old logprobs are recomputed
@@ -20,8 +20,6 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
 from rlhf_spmd.plan.runtime_words import LOGPROBS, START_LOGPROBS, actions_of
 from rlhf_spmd.plan.workload import Workload
-
-STEP, PROLOGUE, EPILOGUE = "", "prologue", "epilogue"  # Program.part
 
 
 def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Placement]:
@@ -100,47 +98,35 @@ def _repeats(call: Call, train: Train) -> bool:
     return is_pass and call.model == train.model and set(train.responses) <= set(call.inputs)
 
 
-def draws(program: Program, instruction: Instruction) -> bool:
-    """Returns whether an instruction of a step works on the batch that is drawn, and not on the one that trains."""
+def with_delays(program: Program) -> Program:
+    """Returns the program of a run that draws ahead: a step trains the batch of the iteration before, so all that works
+    on it, or with the weights that it makes, is delayed."""
+    if not program.placement.ahead:
+        return program
+    lists = (
+        tuple(
+            replace(one, delay=1) if isinstance(one, Run | Post | Wait | Agree) and is_late(program, one) else one
+            for one in some
+        )
+        for some in program.instructions
+    )
+    return replace(program, instructions=tuple(lists))
+
+
+def is_late(program: Program, instruction: Instruction) -> bool:
+    """Returns whether an instruction of a step works on the batch that trains, and not on the one that is drawn."""
     workflow = program.workload.workflow
     if isinstance(instruction, Run):
-        return not trains(workflow.call(instruction.call), workflow)
+        return any(trains(call, workflow) for call in workflow.calls if call.name == instruction.call)
     if isinstance(instruction, Post | Wait):
-        return transfer_draws(program, instruction.transfer)
-    return not isinstance(instruction, Agree)  # weights that leave the device are those of frozen models
+        moved = program.transfers[instruction.transfer : instruction.transfer + 1]
+        makers = [workflow.producer(key) for transfer in moved for key in transfer.keys]
+        is_of_training = any(maker is not None and trains(maker, workflow) for maker in makers)
+        return is_of_training or any(transfer.model is not None for transfer in moved)
+    return isinstance(instruction, Agree)  # weights that leave the device are those of frozen models
 
 
 def drawn_by(program: Program, rank: int) -> bool:
     """Returns whether a rank makes anything of the batch that a step draws."""
-    if not program.placement.ahead:
-        return False
-    runs = (one for one in program.instructions[rank] if isinstance(one, Run) and draws(program, one))
-    return any(program.makes(run, rank) for run in runs)
-
-
-def transfer_draws(program: Program, number: int) -> bool:
-    """Returns whether a transfer carries rows, or the notice of rows, of the batch that is drawn; one between the
-    stages of a call is of the call's batch."""
-    workflow, transfer = program.workload.workflow, program.transfers[number]
-    if transfer.call is not None:
-        return not trains(workflow.call(transfer.call), workflow)
-    makers = [workflow.producer(key) for key in transfer.keys]
-    return transfer.model is None and not any(maker is not None and trains(maker, workflow) for maker in makers)
-
-
-def part_of(program: Program, part: str) -> Program:
-    """Returns the prologue or the epilogue of the program of a step. What it leaves out of the transfers has no
-    messages."""
-    if part == STEP:
-        return program
-    is_prologue = part == PROLOGUE
-    kept = [transfer_draws(program, number) == is_prologue for number in range(len(program.transfers))]
-    transfers = tuple(
-        transfer if keep else replace(transfer, messages=(), reallocation=None)
-        for keep, transfer in zip(kept, program.transfers, strict=True)
-    )
-    instructions = tuple(
-        tuple(one for one in some if isinstance(one, Agree) or draws(program, one) == is_prologue)
-        for some in program.instructions
-    )
-    return replace(program, transfers=transfers, instructions=instructions, part=part)
+    runs = (one for one in program.instructions[rank] if isinstance(one, Run) and not one.delay)
+    return program.placement.ahead > 0 and any(program.makes(run, rank) for run in runs)

@@ -27,7 +27,6 @@ from rlhf_spmd.plan.program.instructions import (
     Run,
     Transfer,
     Wait,
-    delay_of,
 )
 from rlhf_spmd.plan.program.transfers import Move
 from rlhf_spmd.plan.workload import Workload
@@ -154,7 +153,7 @@ def ranks_of_state(workload: Workload, placement: Placement) -> tuple[int, ...]:
 
 
 def unrolled(program: Program, num: int) -> Program:
-    """Returns the program of some iterations in a row, at the end of which the chain is drained."""
+    """Returns the program of some iterations in a row, at the end of which a chain is drained; without delays."""
     lists = ((step for _, _, step in in_a_row(program, rank, num)) for rank in range(len(program.instructions)))
     return replace(program, transfers=program.transfers * num, instructions=tuple(map(tuple, lists)))
 
@@ -164,18 +163,19 @@ def in_a_row(program: Program, rank: int, num: int) -> Iterator[tuple[int, int, 
     size = len(program.transfers)
     for step in range(num + 1):
         for position, instruction in enumerate(program.instructions[rank]):
-            iteration = step - delay_of(instruction)
-            if not 0 <= iteration < num:
+            iteration = step - instruction.delay
+            meets = program.placement.ahead > 0 and isinstance(instruction, Agree)  # also after the prologue
+            if not (0 <= iteration < num or meets):
                 continue
             if isinstance(instruction, Agree):
-                if not instruction.delay:
+                if instruction.ranks:
                     instruction = replace(instruction, what=f"{instruction.what} after iteration {iteration}")
-                elif iteration < num - 1:
+                elif program.chains and iteration < num - 1:
                     continue
                 else:
-                    instruction = Agree(instruction.what)
+                    instruction = Agree(f"{instruction.what} after step {step}")
             elif isinstance(instruction, Run):
-                instruction = replace(instruction, iteration=iteration)
+                instruction = replace(instruction, iteration=iteration, delay=0)
             elif isinstance(instruction, Post | Wait):
                 instruction = type(instruction)(instruction.transfer + iteration * size)
             yield position, iteration, instruction

@@ -22,7 +22,7 @@ from rlhf_spmd.plan.calls import Call, Compute, Train, is_gate, trains
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import COLLECTIVES, HOST, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
-from rlhf_spmd.plan.program.ahead import with_gates
+from rlhf_spmd.plan.program.ahead import with_delays, with_gates
 from rlhf_spmd.plan.program.chain import (
     calls_before,
     in_order,
@@ -64,14 +64,8 @@ def compile_program(workload: Workload, placement: Placement, cluster: Cluster) 
     workload = in_order(workload, placement)
     compiler = _Compiler(workload, placement, cluster)
     compiler.emit()
-    return Program(
-        workload,
-        placement,
-        cluster,
-        compiler.groups,
-        tuple(compiler.transfers),
-        tuple(tuple(instructions) for instructions in compiler.instructions),
-    )
+    lists = tuple(tuple(instructions) for instructions in compiler.instructions)
+    return with_delays(Program(workload, placement, cluster, compiler.groups, tuple(compiler.transfers), lists))
 
 
 @dataclass(slots=True)

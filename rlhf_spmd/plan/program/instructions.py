@@ -24,6 +24,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import ClassVar
 
 from rlhf_spmd.plan.calls import Call, Compute, Measure, Train
 from rlhf_spmd.plan.cluster import Cluster
@@ -50,6 +51,7 @@ class Run:
     phase: str = ""  # of a pipeline: begin | forward, backward of a micro-batch | update; begin | token, drawn | end
     micro_batch: int | None = None  # in generation the token
     iteration: int = 0  # in a list of several iterations (chain.py)
+    delay: int = field(default=0, compare=False)  # 1: of the iteration before (chain.py, ahead.py)
 
     def __str__(self) -> str:
         where = f" {self.phase}" if self.phase else ""
@@ -64,7 +66,7 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class _OfTransfer:
     transfer: int
-    delay: int = field(default=0, compare=False)  # 1: of the iteration before (chain.py)
+    delay: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return f"{type(self).__name__} transfer {self.transfer}"
@@ -85,6 +87,7 @@ class Wait(_OfTransfer):
 @dataclass(frozen=True, slots=True)
 class _OfModel:
     model: str
+    delay: ClassVar[int] = 0
 
     def __str__(self) -> str:
         return f"{type(self).__name__} {self.model}"
@@ -106,15 +109,10 @@ class Offload(_OfModel):
 class Agree:
     what: str
     ranks: tuple[int, ...] = ()  # that take part; empty: all
-    delay: int = field(default=0, compare=False)  # 1: on the iteration before, without waiting for anybody
+    delay: int = field(default=0, compare=False)  # in a chain nobody waits for a delayed one
 
     def __str__(self) -> str:
         return f"Agree on {self.what}"
-
-
-def delay_of(instruction: "Instruction") -> int:
-    """Returns how many iterations before that of its list an instruction belongs to."""
-    return instruction.delay if isinstance(instruction, Post | Wait | Agree) else 0
 
 
 Instruction = Run | Post | Wait | Load | Offload | Agree
@@ -201,13 +199,17 @@ class Program:
     groups: Mapping[str, tuple[int, ...]]  # created once, in this order, on every rank
     transfers: tuple[Transfer, ...]
     instructions: tuple[tuple[Instruction, ...], ...]  # [rank][position]
-    part: str = ""  # of a run that draws ahead (ahead.py); empty: an iteration, or a step of such a run
 
     @property
     def fingerprint(self) -> str:
         """Hash of everything that ranks must agree on before the first collective. It names no class, so that a run
         goes on with a later version."""
         return hashlib.sha256(stable_text(self, INSTRUCTIONS).encode()).hexdigest()[:16]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the lists have instructions of the iteration before (chain.py, ahead.py)."""
+        return self.chains or self.placement.ahead > 0
 
     @property
     def chains(self) -> bool:

@@ -1,20 +1,20 @@
 """Proves that a program cannot deadlock (deadlock.py), reads nothing that is not there, and fits the devices.
 
-Of a chain (program/chain.py) one iteration that is drained is checked like a program without a chain, and some
-iterations in a row for deadlocks and for the versions of weights.
+Of programs whose iterations overlap (program/chain.py, program/ahead.py) one iteration alone is checked like any other
+program, and some iterations in a row for deadlocks and for the versions of weights.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice, product
 
-from rlhf_spmd.plan.calls import Compute, Generate, Train, is_gate, trains
+from rlhf_spmd.plan.calls import Compute, Generate, Train, is_gate
 from rlhf_spmd.plan.layout import HOST, format_ranks, group_name
 from rlhf_spmd.plan.placement import group_of, ranks_of
-from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, draws, part_of
+from rlhf_spmd.plan.program.ahead import is_late
 from rlhf_spmd.plan.program.chain import in_a_row, ranks_of_state, unrolled
 from rlhf_spmd.plan.program.compile import offloaded
-from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Wait, delay_of
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Wait
 from rlhf_spmd.plan.program.pipeline import bodies
 from rlhf_spmd.plan.proof.deadlock import Hang, enough, hangs
 from rlhf_spmd.plan.proof.memory_check import Finding, memory, waste
@@ -31,8 +31,6 @@ def check(program: Program, beside: Program | None = None) -> list[Finding]:
         state stay in memory meanwhile.
     """
     problems = _problems(program)
-    for part in (PROLOGUE, EPILOGUE) if program.placement.ahead and not problems else ():
-        problems += [(rank, place, f"{part}: {text}") for rank, place, text in _problems(part_of(program, part))]
     errors = [Finding("error", text, rank, position) for rank, position, text in problems]
     wasted = waste(program) if beside is None else []
     return sorted([*errors, *memory(program, beside), *wasted], key=lambda finding: finding.severity != "error")
@@ -43,13 +41,13 @@ def _problems(program: Program) -> list[Problem]:
     num, iteration = 0, program
     if problems := [*_declarations(program), *_delays(program)]:
         return problems
-    if program.chains:
+    if program.overlaps:
         num, iteration = enough(program), unrolled(program, 1)
     problems += _structure(iteration)
     is_sound = not problems
     for find in (_runs, _data, _weights, _offloads, _pipelines) if is_sound else ():
         problems += find(iteration)
-    if program.chains:
+    if program.overlaps:
         places = [[place for place, _, _ in in_a_row(program, rank, 1)] for rank in program.cluster.ranks]
         problems = [(r, at if r is None or at is None else places[r][at], text) for r, at, text in problems]
     if is_sound:
@@ -94,16 +92,19 @@ def _declarations(program: Program) -> Iterator[Problem]:
 
 
 def _delays(program: Program) -> Iterator[Problem]:
-    """Checks that nothing belongs to the iteration before but the metrics, and perhaps new weights, of a chain."""
+    """Checks that nothing belongs to the iteration before but, in a chain, metrics and perhaps new weights, and one
+    iteration ahead what trains."""
     weights = {number for number, transfer in enumerate(program.transfers) if transfer.model is not None}
     for rank, instructions in enumerate(program.instructions):
         for position, instruction in enumerate(instructions):
             metrics = isinstance(instruction, Agree) and not instruction.ranks
             may = metrics or (isinstance(instruction, Post | Wait) and instruction.transfer in weights)
-            late = delay_of(instruction)
-            if not program.chains * metrics <= late <= program.chains * may:
+            late, least, most = getattr(instruction, "delay", 0), program.chains * metrics, program.chains * may
+            if program.placement.ahead:
+                least = most = is_late(program, instruction)
+            if not least <= late <= most:
                 text = f"{instruction} comes {late} iterations late: in a chain metrics do by one, new weights may"
-                yield rank, position, text
+                yield rank, position, f"{text}; one iteration ahead all that trains does"
 
 
 def _structure(program: Program) -> Iterator[Problem]:
@@ -204,8 +205,9 @@ def _runs(program: Program) -> Iterator[Problem]:
         never = dict.fromkeys(text for cell, text in due.items() if cell not in done)
         yield from ((rank, None, f"never executes {text}") for text in never)
         agrees = [position for position, instruction in enumerate(instructions) if isinstance(instruction, Agree)]
+        num = 2 if program.placement.ahead else 1  # one of the prologue
         ends, on_state = agrees[rank in agreeing :], agrees[: rank in agreeing]
-        if ends != [len(instructions) - 1]:
+        if len(ends) != num or ends[-1] != len(instructions) - 1:
             yield rank, None, f"must end with its one Agree, and has one at each of the instructions {agrees}"
         counts = [at for at, step in enumerate(instructions) if isinstance(step, Run) and step.consumer]
         if any(at < max(counts, default=0) for at in on_state):
@@ -228,8 +230,6 @@ def _due(program: Program, rank: int) -> dict[Cell, str]:
     workload, placement = program.workload, program.placement
     due: dict[Cell, str] = {}
     for call in workload.workflow.calls:
-        if program.part and trains(call, workload.workflow) == (program.part == PROLOGUE):
-            continue
         for site in placement.sites(call, workload.workflow):
             if rank not in ranks_of(call, placement.layouts[site]):
                 continue
@@ -247,21 +247,13 @@ def _due(program: Program, rank: int) -> dict[Cell, str]:
 def _data(program: Program) -> Iterator[Problem]:
     """Checks that every Run finds the rows it reads, and that every sender has what it sends."""
     workload = program.workload
-    if program.part == EPILOGUE:  # it reads what the training half of a step reads, which has been checked there
-        return
     every = range(workload.mini_batch)
     given: Held = {
         (key, row): set(every) for key in workload.workflow.given for row in range(workload.num_mini_batches)
     }
     for rank, instructions in enumerate(program.instructions):
-        drawn = {place: set(columns) for place, columns in given.items()}
-        of_training = drawn
-        if program.placement.ahead:  # training begins with what the step before has drawn and sent
-            whole = _drawn_on(program, rank)
-            of_training = {place: set(columns) for place, columns in (given | whole).items()}
-
+        held = {place: set(columns) for place, columns in given.items()}
         for position, instruction in enumerate(instructions):
-            held = drawn if of_training is drawn or draws(program, instruction) else of_training
 
             def lacking(key: str, row: int, columns: range, held: Held = held) -> set[int]:
                 return set(columns) - held.get((key, row), set())
@@ -288,17 +280,6 @@ def _data(program: Program) -> Iterator[Problem]:
                     held.setdefault((key, row), set()).update(columns)
 
 
-def _drawn_on(program: Program, rank: int) -> Held:
-    """Returns what a rank has of the next batch at the end of a step that draws it: key and mini-batch -> columns."""
-    found: Held = {}
-    for instruction in program.instructions[rank]:
-        if draws(program, instruction):
-            for key, rows, columns in program.gains(instruction, rank):
-                for row in rows:
-                    found.setdefault((key, row), set()).update(columns)
-    return found
-
-
 def _weights(program: Program) -> Iterator[Problem]:
     """Checks that every copy of a trained model gets the new weights once, from ranks that train it."""
     workflow, layouts = program.workload.workflow, program.placement.layouts
@@ -308,7 +289,7 @@ def _weights(program: Program) -> Iterator[Problem]:
         for rank in program.cluster.ranks:
             for model, shard in program.copies(rank):
                 times = arrivals[rank, shard]
-                if model == train.model and times != (program.part != PROLOGUE):
+                if model == train.model and times != 1:
                     yield (
                         rank,
                         None,
@@ -325,7 +306,8 @@ def _weights(program: Program) -> Iterator[Problem]:
 
 def _versions(program: Program, num: int) -> Iterator[Problem]:
     """Checks, for some iterations in a row, that weights move when no call uses or changes them: they are complete
-    before a call of the next iteration reads or trains them, and none of their own still does when they move."""
+    before a call of the next iteration reads or trains them, and none of their own still does when they move. One
+    iteration ahead, a call that draws reads those before, so that they are one iteration older."""
     weights = [(number, move) for number, move in enumerate(program.transfers) if move.model is not None]
     for rank in program.cluster.ranks:
         steps = list(in_a_row(program, rank, num))
@@ -350,15 +332,16 @@ def _clashes(
         if call is None or call.model != model:
             continue
         run, is_training = program.instructions[rank][position], isinstance(call, Train)
-        post = order[Post(number + iteration * size)]
-        which = f"iteration {iteration}" if program.chains else "the iteration"
+        version = iteration if run.delay else iteration - program.placement.ahead
+        post = order[Post(number + version * size)] if version >= 0 else at
+        which = f"iteration {iteration}" if program.overlaps else "the iteration"
         if post < at:
             reads = f"writes into a copy of {model} that {which} still reads"
             text = f"moves the weights of {model} before {which} has trained them" if is_training else reads
             yield rank, steps[post][0], f"Post transfer {number} {text}: instruction {position}, {run}"
-        if iteration and order[Wait(number + (iteration - 1) * size)] > at:
-            sent = f"trains while its weights of iteration {iteration - 1} are being sent"
-            came = f"reads the weights of iteration {iteration - 1} before they came"
+        if version > 0 and order[Wait(number + (version - 1) * size)] > at:
+            sent = f"trains while its weights of iteration {version - 1} are being sent"
+            came = f"reads the weights of iteration {version - 1} before they came"
             yield rank, position, f"{run} {sent if is_training else came}: transfer {number}"
 
 

@@ -17,7 +17,7 @@ from rlhf_spmd.plan.cost.memory import (
 )
 from rlhf_spmd.plan.layout import Layout, format_ranks, group_name
 from rlhf_spmd.plan.placement import group_of
-from rlhf_spmd.plan.program.instructions import Program, Run, Transfer, Wait, delay_of
+from rlhf_spmd.plan.program.instructions import Program, Run, Transfer, Wait
 from rlhf_spmd.plan.program.pipeline import is_pipelined, largest_number, order_of_passes
 from rlhf_spmd.plan.proof.memory_check import Finding
 
@@ -225,7 +225,7 @@ def show_packed(program: Program) -> str:
 def _instructions(program: Program, rank: int) -> str:
     lines = []
     for position, instruction in enumerate(program.instructions[rank]):
-        text = str(instruction) + " of the iteration before" * delay_of(instruction)
+        text = str(instruction) + " of the iteration before" * instruction.delay
         if not isinstance(instruction, Run) and hasattr(instruction, "transfer"):
             text += f": {program.describe(instruction.transfer)}"
         lines.append(f"  {position:4}  {text}")

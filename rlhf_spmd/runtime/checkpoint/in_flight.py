@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rlhf_spmd.plan.program.ahead import draws
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DRAWN, Checkpoint, reading
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
@@ -25,7 +24,7 @@ def collect(job: Job, data: Iteration) -> tuple[dict[str, Tensor], dict[str, str
     program, rank = job.program, job.world.rank
     tensors = {}
     for run in program.instructions[rank]:
-        if isinstance(run, Run) and draws(program, run) and program.layout_of(run).reports(rank):
+        if isinstance(run, Run) and not run.delay and program.layout_of(run).reports(rank):
             columns = program.columns_of(run, rank)
             for key in program.makes(run, rank) if columns else ():
                 rows = data.store.at(key, (ALL, slice(columns.start, columns.stop)))

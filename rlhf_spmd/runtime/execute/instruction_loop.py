@@ -1,10 +1,10 @@
 """Executes a rank's instruction list; plan/program/instructions.py says what each instruction means. A subclass carries
 them out: with torch (executor.py), or as a rehearsal (rehearse/). No torch, no MPI.
 
-One iteration ahead (plan/program/ahead.py) a list works on two batches: it trains one and draws the next. In a chain of
-iterations (plan/program/chain.py) it works on an iteration, and waits for new weights of the one before. Without one of
-the two only the instructions of the other are executed: the prologue of a run draws, its epilogue trains; the first
-iteration has none before it, and where the chain is drained there is no next one.
+A list may have delayed instructions, which belong to the iteration before: in a chain (plan/program/chain.py) waits for
+its new weights, one iteration ahead (plan/program/ahead.py) all that trains its batch. Without one of the two only the
+instructions of the other are executed: the first iteration has none before it, and after the last one, or where a chain
+is drained, there is no next one.
 """
 
 from abc import ABC, abstractmethod
@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.program.ahead import draws
-from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Wait, delay_of
+from rlhf_spmd.plan.program.instructions import Agree, Load, Offload, Post, Program, Run, Wait
 from rlhf_spmd.runtime.failure.diagnosis import peer_error, text_of
 from rlhf_spmd.runtime.world.reports import Reports
 from rlhf_spmd.runtime.world.trace import Tracer
@@ -36,36 +35,34 @@ class InstructionLoop(ABC):
         self.instructions = program.instructions[world.rank]
         self.texts = [text_of(program, instruction) for instruction in self.instructions]
         self.current: Current | None = None
-        # whether the last list had no batch that trains, and whether it had none that is drawn
-        self.absent = (False, not program.placement.ahead)
+        self.absent = (False, not program.placement.ahead)  # whether the last list lacked one of its iterations
         self.reports = Reports(world.messages()) if program.chains else None
 
     def begin(self) -> None:
         """Tells the world that this program is executed from now on; needed again after another one."""
         self.world.will_execute(self.program)
 
-    def iteration(self, trained: Any, drawn: Any = None) -> list[dict[str, Any]]:
-        """Executes the list once and returns the messages of all ranks at the closing Agree.
+    def iteration(self, now: Any, before: Any = None) -> list[dict[str, Any]]:
+        """Executes the list once. Returns the messages of all ranks if they meet at the closing Agree and some
+        iteration ends there.
 
-        trained: the data that train; None: the list only draws, and returns no messages. In a chain those of the
-            iteration before.
-        drawn: the data of the next iteration; None: they are not drawn meanwhile. In a chain those of this iteration,
-            and only without them there are messages.
+        now: the data of the iteration; None: only what is delayed is executed.
+        before: the data of the iteration before; None: nothing that is delayed is executed.
         """
-        self.current = current = _current(trained, drawn, chains=self.program.chains)
-        absent = trained is None, drawn is None
-        if trained is None if self.program.chains else absent != self.absent:
+        self.current = current = _current(self.program, now, before)
+        absent = now is None, before is None
+        if before is None if self.program.chains else absent != self.absent:
             self.begin()  # the prologue, or where a chain was drained, and the next step have the same number
         self.absent = absent
         self.recorder.iteration = current.number
         self.reset()  # while no message is under way
         answers: list[dict[str, Any]] = []
         for position, step in enumerate(self.instructions):
-            is_drawn = self._is_drawn(step)
-            data = drawn if is_drawn else trained
+            data = before if step.delay else now
             if data is None and (self.program.chains or not isinstance(step, Agree)):
                 continue
-            is_other = is_drawn != self.program.chains  # of the batch that does not give the list its number
+            # whether it is of the iteration that does not give the list its number
+            is_other = self.program.overlaps and bool(step.delay) == self.program.chains
             of_batch = {"iteration": data.number} if is_other and data is not None else {}
             self.world.progress(f"{current.title}: {self.texts[position]}", current.number, position)
             try:
@@ -90,7 +87,7 @@ class InstructionLoop(ABC):
                     self.offload(step)
                 elif isinstance(step, Agree):
                     with self.recorder.span(step.what, "control"):
-                        answers += self._agree(step, f"{current.title}: {step.what}", data, drawn)
+                        answers += self._agree(step, f"{current.title}: {step.what}", data, now)
                 if position == len(self.instructions) - 1:
                     self.recorder.read_marks()  # waits for the device: an iteration ends when its last kernel does
             except UserError:
@@ -100,19 +97,13 @@ class InstructionLoop(ABC):
         self.world.progress(f"{current.title}: over", current.number)
         return answers
 
-    def _is_drawn(self, step: Instruction) -> bool:
-        """Returns whether an instruction works on the data that are drawn."""
-        if self.program.chains:
-            return not delay_of(step)
-        return bool(self.program.placement.ahead) and draws(self.program, step)
-
-    def _agree(self, step: Agree, meeting: str, data: Any, drawn: Any) -> list[dict[str, Any]]:
+    def _agree(self, step: Agree, meeting: str, data: Any, now: Any) -> list[dict[str, Any]]:
         """Executes an Agree. Returns the messages of all ranks, if they meet."""
         if data is None:
             self.world.barrier(meeting)
         elif step.ranks:
             self.agree_on_state(data, step.ranks)
-        elif self.program.chains and drawn is not None:
+        elif self.program.chains and now is not None:
             self.report(data)
         else:
             return self.agree(data, meeting)
@@ -155,11 +146,10 @@ class InstructionLoop(ABC):
         """Agrees with some ranks on the state of the next iteration."""
 
 
-def _current(trained: Any, drawn: Any, *, chains: bool) -> Current:
-    """Returns what a list is executed for, given the batches that it trains and draws."""
-    if chains:
-        return Current(drawn.number, drawn.title) if drawn else Current(trained.number + 1, f"end of {trained.title}")
-    if trained is None:
-        return Current(drawn.number, f"drawing {drawn.title}")
-    title = trained.title if drawn is None else f"{trained.title}, drawing {drawn.number + 1}"
-    return Current(trained.number, title)
+def _current(program: Program, now: Any, before: Any) -> Current:
+    """Returns what a list is executed for, given the data of its iterations."""
+    if before is None or (program.chains and now is not None):
+        return Current(now.number, "drawing " * program.placement.ahead + now.title)
+    if program.chains:
+        return Current(before.number + 1, f"end of {before.title}")
+    return Current(before.number, before.title if now is None else f"{before.title}, drawing {now.number + 1}")

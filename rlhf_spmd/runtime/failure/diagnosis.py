@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_spmd.files.json_text import json_object
-from rlhf_spmd.plan.program.instructions import Instruction, Post, Program, Wait, delay_of
+from rlhf_spmd.plan.program.instructions import Instruction, Post, Program, Wait
 from rlhf_spmd.runtime.failure.failures import PeerError, is_lost, is_peer_error, name_ranks
 from rlhf_spmd.runtime.failure.records import FOLDER, NOWHERE, Position
 
@@ -86,8 +86,8 @@ def needs_of(program: Program, rank: int, instruction: Instruction, places: Plac
     """Returns the instructions that other ranks must begin before this one, and the messages that it posts, can end."""
     met, ranks = program.meets(rank, instruction)
     found = ((other, places[other][met]) for other in ranks if met in places[other])
-    own = delay_of(instruction)  # in a chain, copies of a model wait for its new weights in the next iteration
-    return tuple((other, place, delay_of(program.instructions[other][place]) - own) for other, place in found)
+    own = instruction.delay  # in a chain, copies of a model wait for its new weights in the next iteration
+    return tuple((other, place, program.instructions[other][place].delay - own) for other, place in found)
 
 
 def places_of(program: Program) -> Places:

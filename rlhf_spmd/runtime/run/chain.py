@@ -52,7 +52,7 @@ class Chain(Loop):
             self.now = data = make_iteration(job, number)
             if job.world.rank == 0:
                 self.reports.tell(self.executor.asked.any or bool(self.signals) or self.is_due(number + 1))
-            self.executor.iteration(before, data)
+            self.executor.iteration(data, before)
             before, job.state.of_algorithm = data, self.executor.next_state
             data.responses = responses_made(job.program, job.world.rank, data)
             job.world.progress(f"waiting for: {data.title} on rank 0", number)  # begins as all waits do
@@ -62,7 +62,7 @@ class Chain(Loop):
                     self.unknown.append((data, time.perf_counter() - self.began_s))
                 yield from self._known()
                 continue
-            answers = self.executor.iteration(data, None)
+            answers = self.executor.iteration(None, data)
             seconds, before = time.perf_counter() - self.began_s, None
             yield from self._known(wait=True)
             done = self._drained(data, answers, seconds)

@@ -58,7 +58,7 @@ class Loop:
         while (number := len(self.history)) < job.config.iterations:
             self.began_s = time.perf_counter()
             self.now = data = self.begin(number)
-            answers = self.executor.iteration(data, self.in_flight)
+            answers = self.executor.iteration(*((self.in_flight, data) if self.is_ahead else (data,)))
             done = self.over(data, answers, time.perf_counter() - self.began_s)
             job.state.of_algorithm = self.state
             yield done
@@ -83,7 +83,7 @@ class Loop:
         data = self.in_flight
         if data is None:
             self.in_flight = data = make_iteration(self.job, number)
-            self.executor.iteration(None, data)
+            self.executor.iteration(data)
             self.executor.recorder.forget(number + 1)  # what follows is the first whole iteration
         data.before = self.history[-1] if self.history else {}
         is_last = number + 1 == self.job.config.iterations

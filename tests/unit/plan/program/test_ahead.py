@@ -10,7 +10,8 @@ from rlhf_spmd.config import options, presets
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.program.ahead import EPILOGUE, PROLOGUE, draws, part_of, with_starts
+from rlhf_spmd.plan.program.ahead import with_starts
+from rlhf_spmd.plan.program.chain import unrolled
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Post, Program, Run, Wait
 from rlhf_spmd.plan.proof.check import check
@@ -37,18 +38,6 @@ def errors(program: Program) -> list[str]:
     return [finding.message for finding in check(program) if finding.severity == "error"]
 
 
-def one_piece(programs: list[Program]) -> Program:
-    """Joins programs one after another into one, each with transfers of its own."""
-    transfers, lists = [], [[] for _ in programs[0].instructions]
-    for program in programs:
-        for mine, some in zip(lists, program.instructions, strict=True):
-            for one in some:
-                moved = isinstance(one, Post | Wait)
-                mine.append(type(one)(one.transfer + len(transfers)) if moved else one)
-        transfers += program.transfers
-    return replace(programs[0], transfers=tuple(transfers), instructions=tuple(map(tuple, lists)), part="")
-
-
 OPTIONS = (
     {},
     {"generation_tp": 2},
@@ -69,10 +58,9 @@ def test_the_three_lists_are_proved_and_end_in_one_piece(size, options):
     except UserError:
         pytest.skip("too few ranks")
     assert errors(program) == []
-    parts = [part_of(program, PROLOGUE), *[program] * 3, part_of(program, EPILOGUE)]
     rng = random.Random(size)
     for _ in range(3):
-        assert not standing(one_piece(parts), rng)
+        assert not standing(unrolled(program, 4), rng)
 
 
 def calls_on(program: Program, rank: int) -> list[tuple[str, int | None]]:
@@ -104,8 +92,8 @@ def test_current_old_logprobs_belong_to_training():
     program = of_separation(4, old_logprobs="current", recompute=True)
     assert calls_on(program, 0)[:2] == [("actor_infer", None), ("estimate_advantages", None)]
     assert not any(call == "actor_infer" for rank in (2, 3) for call, _ in calls_on(program, rank))
-    runs = [one for one in part_of(program, EPILOGUE).instructions[0] if isinstance(one, Run)]
-    assert runs[0].call == "actor_infer" and not draws(program, runs[0])
+    runs = [one for one in program.instructions[0] if isinstance(one, Run) and one.delay]
+    assert runs[0].call == "actor_infer"
     assert not program.placement.layouts["actor_infer"].recompute
     weights = [transfer.reallocation.targets for transfer in program.transfers if transfer.model == "actor"]
     assert {rank for targets in weights for rank, _ in targets} <= {2, 3}  # no copy for it
@@ -131,9 +119,9 @@ def test_drawing_waits_for_no_trainer_where_rows_go_by_nccl(size, name):
         last = max(index for index, one in enumerate(some) if isinstance(one, Run))
         early = {one.transfer for one in some[:last] if isinstance(one, Post)}
         assert not any(trainers & set(program.transfers[number].ranks) for number in early), rank
-    parts, rng = [part_of(program, PROLOGUE), *[program] * 3, part_of(program, EPILOGUE)], random.Random(size)
+    rng = random.Random(size)
     for _ in range(3):
-        assert not standing(one_piece(parts), rng)
+        assert not standing(unrolled(program, 4), rng)
 
 
 def test_lists_that_read_what_is_not_there_are_found():
@@ -149,9 +137,9 @@ def test_lists_that_read_what_is_not_there_are_found():
     weights = next(n for n, transfer in enumerate(program.transfers) if transfer.model == "actor")
     early = list(program.instructions)
     moved = [one for one in early[2] if one != Post(weights)]
-    early[2] = (Post(weights), *moved)
+    early[2] = (Post(weights, delay=1), *moved)
     assert any(
-        "writes into a copy of actor that the iteration still reads" in text
+        "writes into a copy of actor that iteration 1 still reads" in text
         for text in errors(replace(program, instructions=tuple(early)))
     )
 
@@ -205,7 +193,8 @@ def test_an_early_stop_measures_from_the_start_of_training():
     assert start.current and dict(train.arguments)["start_logprobs"] == start.outputs[0]
     layouts = program.placement.layouts
     assert layouts[start.name] == replace(layouts[train.name], recompute=False)
-    assert (start.name, None) in calls_on(program, 0) and not draws(program, Run(start.name, None))
+    assert (start.name, None) in calls_on(program, 0)
+    assert all(one.delay for one in program.instructions[0] if isinstance(one, Run) and one.call == start.name)
     assert start.name not in compile_program(workload, place(), cluster).placement.layouts
     own = replace(program.placement, layouts={**layouts, start.name: replace(layouts[start.name], micro_batch=1)})
     assert compile_program(workload, own, cluster).placement == own  # as a plan may have it

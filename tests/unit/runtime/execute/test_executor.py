@@ -140,7 +140,7 @@ def test_a_run_that_draws_ahead_names_both_iterations_and_keeps_places():
         executor.transfers.post = executor.transfers.wait = lambda *_: None
         executor.agree = lambda *_: []
         said = []
-        for batches in ((None, first), (first, second), (second, None)):
+        for batches in ((first, None), (second, first), (None, second)):
             board.texts[rank].clear()
             executor.iteration(*batches)
             said.append([text.partition(": ") for text in board.texts[rank][:-1]])  # the last one says that it is over
