@@ -273,6 +273,28 @@ def train(light: Light) -> Found:
     return Found(ok and not any(why.values()), "; ".join(told))
 
 
+def deterministic(light: Light) -> Found:
+    """Trains twice with the option and twice without, in bfloat16: only with it the weights must be equal."""
+    wanted, options = "device=cpu" if light.dry else "device=cuda", (*SMALL[1:], "iterations=3", "dtype=bfloat16")
+    same, problems = {}, []
+    for value in ("true",) if light.dry else ("true", "false"):
+        folders = [light.work / f"deterministic-{value}-{number}" for number in range(2)]
+        words = ["--preset", "tiny", wanted, f"deterministic={value}", *options]
+        problems += [why for folder in folders if (why := run(folder, (), words)[1])]
+        found = [trained(folder) for folder in folders]
+        same[value] = found[0] == found[1] != ""
+    light.row(equal_weights=same, why=problems)
+    told = [f"deterministic={value}: {'equal' if equal else 'other'} weights" for value, equal in same.items()]
+    return Found(same["true"] and not problems, "; ".join([*told, *problems]))
+
+
+def trained(folder: Path) -> str:
+    """Returns the SHA-256 of the weights and moments in a run's last checkpoint; empty if there is none."""
+    manifests = sorted(folder.glob("checkpoints/iteration-*/manifest.json"))
+    text = manifests[-1].read_text(encoding="utf-8") if manifests else "{}"
+    return json.loads(text).get("files", {}).get("rank-0000.safetensors", "")
+
+
 def shared(light: Light) -> Found:
     return strategies_on(light, 4, "device=shared")
 
