@@ -164,6 +164,18 @@ def whole_weights(engine: TrainEngine) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in engine.model.named_parameters()}
 
 
+@torch.no_grad()
+def whole_gradients(engine: TrainEngine) -> dict[str, Tensor]:
+    """Returns all gradients of the own engine after they have been summed. Collective, without a change."""
+    whole, data = engine._gradient.clone(), engine._groups.data
+    for bucket, own in zip(engine._layout.buckets, engine._own, strict=True):
+        if data is not None:
+            parts = [torch.empty_like(whole[own]) for _ in range(data.size())]
+            dist.all_gather(parts, whole[own].contiguous(), group=data)
+            whole[bucket.interval] = torch.cat(parts)
+    return dict(zip(engine._layout.names, engine._layout.views(whole), strict=True))
+
+
 class Trainee:
     """An engine on a named group with its data and its log; does nothing on ranks outside the group."""
 
