@@ -128,27 +128,27 @@ class FlatEngine:
         buckets = list(zip(self._layout.buckets, self._own, strict=True))
         if (data := self._groups.data) is not None:
             arriving = None  # the bucket before, which is added while the next one is on its way
-            for bucket, own in buckets:
+            for bucket, part in buckets:
                 sent = self._gradient[bucket.interval]
                 received = torch.empty_like(sent)
                 work = dist.all_to_all_single(received, sent, group=data, async_op=True)
                 if arriving is not None:
                     _add_parts(*arriving)
-                arriving = work, received.view(data.size(), -1), self._gradient[own]
+                arriving = work, received.view(data.size(), -1), self._gradient[part]
             if arriving is not None:
                 _add_parts(*arriving)
-        for bucket, own in buckets:
+        for bucket, part in buckets:
             if bucket.whole:
-                dist.all_reduce(self._gradient[own], group=self._groups.tensor)
+                dist.all_reduce(self._gradient[part], group=self._groups.tensor)
             if bucket.tied:
-                dist.all_reduce(self._gradient[own], group=self._groups.tied)
+                dist.all_reduce(self._gradient[part], group=self._groups.tied)
 
     def _norm(self) -> float:
         """Returns the L2 norm of the whole model's gradient, each number counted on one rank. Replicas add what they
         have of their own parts in the order of the ranks."""
         squares = torch.zeros(1, dtype=torch.float64, device=self._gradient.device)
-        for own in self._counted():
-            squares += squared_norm(self._gradient[own])
+        for part in self._counted():
+            squares += squared_norm(self._gradient[part])
         if self._groups.model is not None:
             dist.all_reduce(squares, group=self._groups.model)
         if (data := self._groups.data) is not None:
@@ -159,9 +159,9 @@ class FlatEngine:
 
     def _counted(self) -> Iterator[slice]:
         """Yields this rank's parts of the buckets that it counts for its copy of the model."""
-        for bucket, own in zip(self._layout.buckets, self._own, strict=True):
+        for bucket, part in zip(self._layout.buckets, self._own, strict=True):
             if not (bucket.whole and self._groups.tp_index > 0 or bucket.tied and self._groups.stage > 0):
-                yield own
+                yield part
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -176,8 +176,8 @@ class FlatEngine:
         """Gathers the parts of all replicas in place."""
         if (data := self._groups.data) is not None:
             works = [
-                all_gather(flat[bucket.interval], flat[own], group=data, async_op=True)
-                for bucket, own in zip(self._layout.buckets, self._own, strict=True)
+                all_gather(flat[bucket.interval], flat[part], group=data, async_op=True)
+                for bucket, part in zip(self._layout.buckets, self._own, strict=True)
             ]
             for work in works:
                 work.wait()
@@ -186,9 +186,9 @@ class FlatEngine:
 
     def _shares(self, *, only_own: bool) -> Iterator[Share]:
         """Yields the intervals of weights that this rank updates, and where they are stored."""
-        own = {part.start for part in self._own}
+        starts = {part.start for part in self._own}
         for part, master, moments in zip(self._updated, self.masters, self._adamw.moments, strict=True):
-            if not only_own or part.start in own:
+            if not only_own or part.start in starts:
                 for _, interval, offset in self._layout.intervals(part):
                     yield Share(interval, {"master": master, **moments}, offset)
 
