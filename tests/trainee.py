@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlhf_spmd.runtime.engines.adamw import EngineOptions
-from rlhf_spmd.runtime.engines.flat_engine import Groups
+from rlhf_spmd.runtime.engines.flat_engine import FlatEngine, Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.world.world import World
 from tests.steps import engine_step
@@ -162,6 +162,33 @@ def whole_weights(engine: TrainEngine) -> dict[str, Tensor]:
     """Returns all weights of a model in training. Collective at stage 3."""
     with engine.gathered():
         return {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+
+
+@torch.no_grad()
+def whole_gradients(engine: TrainEngine) -> dict[str, Tensor]:
+    """Returns all gradients of the own engine after they have been summed. Collective, without a change."""
+    whole, data = engine._gradient.clone(), engine._groups.data
+    for bucket, own in zip(engine._layout.buckets, engine._own, strict=True):
+        if data is not None:
+            parts = [torch.empty_like(whole[own]) for _ in range(data.size())]
+            dist.all_gather(parts, whole[own].contiguous(), group=data)
+            whole[bucket.interval] = torch.cat(parts)
+    return dict(zip(engine._layout.names, engine._layout.views(whole), strict=True))
+
+
+def noted_gradients(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Returns the summed gradients of each later step of the own engine, in the order of the model's parameters."""
+    noted: list[Tensor] = []
+    real = FlatEngine._norm
+
+    def norm(engine: FlatEngine) -> float:
+        gradients = whole_gradients(engine)
+        names = [name for name, _ in engine.model.named_parameters() if name in gradients]
+        noted.append(torch.cat([gradients[name].flatten() for name in names]))
+        return real(engine)
+
+    monkeypatch.setattr(FlatEngine, "_norm", norm)
+    return noted
 
 
 class Trainee:

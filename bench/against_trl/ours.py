@@ -24,7 +24,7 @@ from rlhf_spmd.runtime.execute.handlers import generate
 from rlhf_spmd.runtime.execute.iteration import ALL
 from rlhf_spmd.runtime.weights import rank_models
 from tests.runs import RunOf, compiled
-from tests.trainee import whole_weights
+from tests.trainee import whole_gradients, whole_weights
 
 NO_CLIPPING = 1e30  # of the gradient's norm
 
@@ -91,7 +91,7 @@ def noted_gradients(found: dict[str, Tensor]) -> Iterator[None]:
 
     def noted(engine: FlatEngine) -> float:
         assert not found, "the iteration has one step"
-        found.update({name: g.clone() for name, g in zip(engine._names, engine._gradients, strict=True)})
+        found.update(whole_gradients(engine))
         return real(engine)
 
     with patch.object(FlatEngine, "_norm", noted):

@@ -273,6 +273,29 @@ def train(light: Light) -> Found:
     return Found(ok and not any(why.values()), "; ".join(told))
 
 
+def deterministic(light: Light) -> Found:
+    """Trains twice with the option and twice without, in bfloat16: only with it the weights must be equal."""
+    base = ["--preset", "tiny", *SMALL[1:]]
+    base += ["device=cpu", "iterations=1"] if light.dry else ["device=cuda", "iterations=3", "dtype=bfloat16"]
+    cases = [(value, number) for value in ("true", "false")[: 1 if light.dry else 2] for number in range(2)]
+    folders = {case: light.work / f"deterministic-{case[0]}-{case[1]}" for case in cases}
+    with ThreadPoolExecutor(1 if light.dry else len(cases)) as pool:
+        jobs = [pool.submit(run, folders[case], (), [*base, f"deterministic={case[0]}"]) for case in cases]
+        problems = [why for job in jobs if (why := job.result()[1])]
+    of = {case: trained(folder) for case, folder in folders.items()}
+    same = {value: of[value, 0] == of[value, 1] != "" for value, _ in cases}
+    light.row(equal_weights=same, why=problems)
+    told = [f"deterministic={value}: {'equal' if equal else 'other'} weights" for value, equal in same.items()]
+    return Found(same["true"] and not problems, "; ".join([*told, *problems]))
+
+
+def trained(folder: Path) -> str:
+    """Returns the SHA-256 of the weights and moments in a run's last checkpoint; empty if there is none."""
+    manifests = sorted(folder.glob("checkpoints/iteration-*/manifest.json"))
+    text = manifests[-1].read_text(encoding="utf-8") if manifests else "{}"
+    return json.loads(text).get("files", {}).get("rank-0000.safetensors", "")
+
+
 def shared(light: Light) -> Found:
     return strategies_on(light, 4, "device=shared")
 

@@ -9,9 +9,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rlhf_spmd.command_line.fitting_strategies import Evaluate, advice, no_evaluation
+from rlhf_spmd.command_line.fitting_strategies import ADAPTERS, Evaluate, advice, no_evaluation
 from rlhf_spmd.config.checks import foreign_functions
-from rlhf_spmd.config.options import NO_PROMPTS, Config, evaluated, make_workload, prompt_files, split_functions
+from rlhf_spmd.config.options import (
+    NO_PROMPTS,
+    Config,
+    evaluated,
+    make_workload,
+    overridden,
+    prompt_files,
+    split_functions,
+)
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import every_file
 from rlhf_spmd.pages.algorithm import check_functions
@@ -24,6 +32,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.text.program_listing import format_bytes
+from rlhf_spmd.plan.workload import Workload
 
 IMPORT_S = 10  # for importing the functions that the command line of `check` names
 
@@ -105,7 +114,16 @@ def compiled(config: Config, strategy: Strategy, cluster: Cluster) -> Compiled:
     findings = check_both(program, evaluation)
     for _, phase in phases:
         findings += _titled("data.precompute", check(phase))
-    return Compiled(program, evaluation, phases, findings, advice(program, evaluate))
+    return Compiled(program, evaluation, phases, findings, advice(program, evaluate, partial(_with_adapters, config)))
+
+
+def _with_adapters(config: Config) -> Workload | None:
+    """Returns the workload of a run with adapters; None if it has some, or cannot."""
+    if any(map(config.adapters, config.algorithm.roles)):
+        return None
+    with suppress(UserError):
+        return make_workload(overridden(config, [ADAPTERS]))
+    return None
 
 
 def check_both(training: Program, evaluation: Program | None) -> list[Finding]:

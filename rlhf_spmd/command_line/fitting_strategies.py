@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.memory import least_bytes
+from rlhf_spmd.plan.cost.memory import least_bytes, most_bytes
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
@@ -18,6 +18,7 @@ from rlhf_spmd.plan.workload import Workload
 
 COMPARED = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
 SPLIT = ("separation", "reallocation")  # have separate layouts for training and for the rest
+ADAPTERS = "lora.rank=16"  # the usual ones
 Evaluate = Callable[[Program], Program | None]  # the program of a run's evaluations, from that of its training
 
 
@@ -96,21 +97,37 @@ def first_fit(name: str, workload: Workload, cluster: Cluster, evaluate: Evaluat
 def fitting_options(workload: Workload, cluster: Cluster, evaluate: Evaluate = no_evaluation) -> Iterator[str]:
     """Yields, for each shipped strategy that fits with some options, --strategy and the first fitting options as words
     of a command line. These shard as little as possible."""
+    return (words for words, _ in _fits(workload, cluster, evaluate))
+
+
+def _fits(workload: Workload, cluster: Cluster, evaluate: Evaluate) -> Iterator[tuple[str, Program]]:
+    """Yields the same words, with the programs."""
     for name in COMPARED:
         fit = first_fit(name, workload, cluster, evaluate)
         if fit.program:
-            yield " ".join([f"--strategy {name}", *(f"strategy.{key}={value}" for key, value in fit.options.items())])
+            options = [f"strategy.{key}={value}" for key, value in fit.options.items()]
+            yield " ".join([f"--strategy {name}", *options]), fit.program
 
 
-def advice(program: Program, evaluate: Evaluate = no_evaluation) -> str:
+def advice(
+    program: Program, evaluate: Evaluate = no_evaluation, with_adapters: Callable[[], Workload | None] = lambda: None
+) -> str:
     """Returns strategies that fit if a program, or that of the run's evaluations, is too large for its devices; else
-    empty."""
+    empty.
+
+    with_adapters: returns the run's workload with ADAPTERS, which is tried if nothing else fits; None: that is no way.
+    """
     if missing_bytes(program, evaluate(program)) <= 0:
         return ""
-    strategies = list(fitting_options(program.workload, program.cluster, evaluate))
-    if not strategies:
-        return "No shipped strategy fits these devices with any of its usual options: use more or larger devices"
-    return "These fit (--strategy auto plans the fastest): " + "; ".join(strategies)
+    cluster = program.cluster
+    if strategies := list(fitting_options(program.workload, cluster, evaluate)):
+        return "These fit (--strategy auto plans the fastest): " + "; ".join(strategies)
+    nothing = "No shipped strategy fits these devices with any of its usual options"
+    workload = with_adapters()
+    fits = _fits(workload, cluster, evaluate) if workload else ()
+    if strategies := [f"{words} ({format_bytes(most_bytes(fitting))})" for words, fitting in fits]:
+        return f"{nothing}. These fit with {ADAPTERS}, which trains adapters alone: {'; '.join(strategies)}"
+    return f"{nothing}: use more or larger devices"
 
 
 def compile_all(

@@ -2,6 +2,7 @@
 torch."""
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ def compare_programs(world: Any, strategy: Strategy, programs: Sequence[Program]
 def start_torch(world: Any, config: configs.Config, programs: Sequence[Program]) -> None:
     """Starts torch for programs. Collective."""
     world.set_deadline(config.deadline_s)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch demands it of OptimizerStep.within
     world.start_torch(*communicators(programs))
 
 

@@ -213,6 +213,7 @@ class Config(OptionTree):
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the random order of rows, of sampling and of mini-batches
     iterations: PositiveInt = 10  # number of iterations, each of which generates, scores and trains
     dtype: Literal["float32", "bfloat16"] = "float32"  # precision of the computation; master weights are always float32
+    deterministic: bool = False  # whether a run repeats its bits on a GPU, too, with slower backward passes
     # size in bytes up to which a message of rows between GPUs goes through host memory; 0: none does
     host_bytes: NonNegativeInt = HOST_BYTES
     products: Products = "auto"  # library for matmuls on a CPU; auto: the fastest one on this machine, measured once

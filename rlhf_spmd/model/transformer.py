@@ -163,8 +163,10 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.v_proj = Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.o_proj = RowLinear(queries, config.hidden_size, bias=config.attention_output_bias, group=self.group)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.qk_norm = config.qk_norm
+        if self.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.low_rank: LowRank | None = None  # of q, k and v
 
     def forward(
@@ -188,7 +190,8 @@ class Attention(nn.Module):
         if len(parts) == 1:
             parts = parts[0].split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        q, k = self.q_norm(q), self.k_norm(k)
+        if self.qk_norm:
+            q, k = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast)
         q, k = rope.rotate_both(q, k, cos, sin, fast=fast)
         mixed = context.attend(self.layer, q, k, v, self.window)
         return self.o_proj(mixed.flatten(-2), packed=context.packed, dropout=context.dropout)
@@ -240,6 +243,12 @@ class Layer(nn.Module):
         mixed = self.self_attn(before(x, fast=context.cached), cos, sin, context, again=(before, (x,)))
         normed, x = after(mixed, residual=x, fast=context.cached)
         return x + self.mlp(normed, context, again=(after, (x,)))
+
+
+def _message(direction: Callable, tensor: Tensor, peer: int, group: Group) -> None:
+    """Sends or receives a tensor and waits for it; batched, as the messages that have connected the ranks."""
+    for work in dist.batch_isend_irecv([dist.P2POp(direction, tensor, peer, group=group)]):
+        work.wait()
 
 
 class Transformer(nn.Module):
@@ -466,10 +475,10 @@ class Transformer(nn.Module):
         if parallel.previous is not None:
             shape = self.output_shape(len(tokens)) if context.packed else (len(tokens), self.config.hidden_size)
             hidden = torch.empty(shape, dtype=self.dtype, device=tokens.device)
-            dist.recv(hidden, src=parallel.previous, group=parallel.stages)
+            _message(dist.irecv, hidden, parallel.previous, parallel.stages)
         hidden = self(tokens, context=context, hidden=hidden)
         if parallel.next is not None:
-            dist.send(hidden.contiguous(), dst=parallel.next, group=parallel.stages)
+            _message(dist.isend, hidden.contiguous(), parallel.next, parallel.stages)
         return hidden
 
     def logits(self, hidden: Tensor, *, head: Callable = product) -> Tensor:

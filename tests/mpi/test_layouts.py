@@ -43,6 +43,7 @@ from tests.mpi.test_invariance import (
 )
 from tests.run_mpi import NUM_RANKS
 from tests.runs import RunOf, compiled, load
+from tests.trainee import whole_gradients
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
@@ -306,7 +307,7 @@ def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tupl
     found, real = {}, flat_engine.FlatEngine._norm
 
     def noted(engine):
-        gradients = {n: g.clone() for n, g in zip(engine._names, engine._gradients, strict=True)}
+        gradients = whole_gradients(engine)
         norm = real(engine)
         found.setdefault(id(engine), (gradients, norm))
         return norm

@@ -23,7 +23,12 @@ pytestmark = [
     pytest.mark.usefixtures("cheap_garbage_collection"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
-KINDS = {"allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
+KINDS = {
+    "allreduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+}
 NUM_PASSES = 4
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlhf_spmd.runtime.engines import deepspeed_engine
 from rlhf_spmd.runtime.engines.adamw import EngineOptions
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import make_engine
@@ -49,6 +50,23 @@ def test_zero3_gathers_for_inference_and_shards_again(job, group):
         trainee.step(step)
         expected.load_state_dict(single_process(step + 1, clip=CLIP).state)
     trainee.check(single_process(3, clip=CLIP))
+
+
+def test_gathering_beside_computation_changes_no_bit(job, monkeypatch):
+    """As on a GPU. On a CPU DeepSpeed has no streams, so this tells what it does in which order, not when."""
+    found, config = [], deepspeed_engine._config
+    for overlaps in (False, True):
+
+        def of_gpu(weights, options, overlaps=overlaps):
+            made = config(weights, options)
+            return made | {"zero_optimization": made["zero_optimization"] | {"overlap_comm": overlaps}}
+
+        monkeypatch.setattr(deepspeed_engine, "_config", of_gpu)
+        trainee = Trainee(job, "all", 3, clip=CLIP, num_micro=2)
+        for step in range(3):
+            trainee.step(step)
+        found.append(whole_weights(trainee.engine))
+    assert all(torch.equal(found[0][name], one) for name, one in found[1].items()) and len(found[0]) == len(found[1])
 
 
 def test_gathered_shards_again_after_an_error(job):

@@ -26,7 +26,7 @@ from rlhf_spmd.plan.calls import Generate, Infer, Measure, ModelCall
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured
 from rlhf_spmd.plan.cost.memory import copied_bytes, num_params, num_trained, sequence_bytes
-from rlhf_spmd.plan.cost.step_messages import RINGS, step_messages
+from rlhf_spmd.plan.cost.step_messages import RINGS, Collective, step_messages
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.shard import split
 from rlhf_spmd.plan.workload import ModelShape, Workload
@@ -183,15 +183,22 @@ class Cost:
         parts = shape.num_layers + 1 if isinstance(call, Infer | Measure) else 1
         return whole_s + (parts - 1) * (layout.dp - 1) * link.latency_s
 
+    def collective_s(self, sent: Collective) -> float:
+        """Returns seconds of a collective in rings; in an all-to-all, each rank sends by itself to those of other
+        nodes."""
+        num_ranks, link = len(sent.ranks), self.link(sent.ranks)
+        if sent.kind == "all-to-all" and link is not self.calibration.inside:
+            fewest = min(Counter(map(self.cluster.node_of, sent.ranks)).values())
+            between_s = all_gather_s(self.calibration.between, num_ranks, sent.num_bytes)
+            return between_s * (num_ranks - fewest) / (num_ranks - 1)
+        return RINGS[sent.kind] * all_gather_s(link, num_ranks, sent.num_bytes)
+
     def update_s(self, model: str, layout: Layout, rank: int, num_passes: int) -> float:
         """Returns seconds of the messages of an optimizer step (step_messages.py), and of AdamW."""
         params = num_trained(self.workload.shape(model), layout.shard(rank))
         mine = params / layout.dp if layout.zero else params
         sent = step_messages(self.workload, model, layout, rank, num_passes)
-        sent_s = sum(
-            one.number * RINGS[one.kind] * all_gather_s(self.link(one.ranks), len(one.ranks), one.num_bytes)
-            for one in sent
-        )
+        sent_s = sum(one.number * self.collective_s(one) for one in sent)
         if (table := self.table(model, layout, rank)) is not None:
             moments_s = 2 * all_gather_s(self.link(layout.ranks), len(layout.ranks), MOMENTS_BYTES)
             return moments_s + sent_s + table.update.at(mine)

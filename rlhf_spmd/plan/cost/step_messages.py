@@ -1,6 +1,7 @@
 """The collectives of an optimizer step, as the train engines send them (runtime/engines/).
 
-The own engine sums gradients once a step, after its last micro-batch. DeepSpeed sums those of every micro-batch: under
+The own engine sums gradients once a step, after its last micro-batch: a rank gets its part of them from all replicas,
+and sums it over the slices and stages that share weights. DeepSpeed sums those of every micro-batch: under
 stage 2 it all-reduces all of them, under stage 3 it scatters the sums. Stage 3 gathers the weights for every forward,
 and again for the backward pass, but for the last REUSE_NUMEL / 2 numbers of the model, which it keeps in between.
 (Measured with 0.19.8, tests/mpi/test_step_messages.py.)
@@ -13,7 +14,8 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.tensors import numbers_in, trained_weights_of
 from rlhf_spmd.plan.workload import Workload
 
-RINGS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # how often a ring passes all of the bytes
+# how often all of the bytes are passed on
+RINGS = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
 GRADIENT_BYTES, SQUARES_BYTES = 4, 8  # sums are in float32, those of squares for the norm in float64
 REUSE_NUMEL = 10**9  # weights that are used again after so many numbers stay gathered (DeepSpeed's default)
 TIED = "embed_tokens.weight"
@@ -41,23 +43,27 @@ def step_messages(workload: Workload, model: str, layout: Layout, rank: int, num
     shape, shard, data = workload.shape(model), layout.shard(rank), layout.data_ranks(rank)
     zero = 0 if layout.dp == 1 else layout.zero if shape.adapters is None else min(layout.zero, 1)
     numbers, sums = num_trained(shape, shard), num_passes if zero >= 2 else 1
+    parts = 1 if zero >= 2 else layout.dp
     boxes = [(weight, numbers_in(box)) for weight in trained_weights_of(shape) if (box := weight.box(shard))]
     whole = sum(size for weight, size in boxes if weight.cut is None)
     partial = workload.param_bytes if zero >= 2 else GRADIENT_BYTES
     sent = [
-        Collective("reduce-scatter" if zero == 3 else "all-reduce", data, GRADIENT_BYTES * numbers, sums),
-        Collective("all-reduce", layout.tensor_ranks(rank), partial * whole, sums),
+        Collective(
+            ("all-to-all", "all-to-all", "all-reduce", "reduce-scatter")[zero], data, GRADIENT_BYTES * numbers, sums
+        ),
+        Collective("all-reduce", layout.tensor_ranks(rank), partial * whole // parts, sums),
         Collective("all-reduce", layout.model_ranks(rank), SQUARES_BYTES),
     ]
     sent += [
-        Collective("all-reduce", layout.tied_ranks(rank), GRADIENT_BYTES * size)
+        Collective("all-reduce", layout.tied_ranks(rank), GRADIENT_BYTES * size // parts)
         for weight, size in boxes
         if weight.name == TIED and weight.stages == "ends"
     ]
     if zero in (1, 2):
         sent.append(Collective("all-gather", data, workload.trained_number_bytes(model) * numbers))
-    if zero >= 2:
-        sent.append(Collective("all-reduce", data, SQUARES_BYTES))
+    if zero == 0:
+        sent.append(Collective("all-gather", data, GRADIENT_BYTES * numbers))
+    sent.append(Collective("all-reduce" if zero >= 2 else "all-gather", data, SQUARES_BYTES * parts))
     if zero == 3:
         params = num_params(shape, shard)
         again = max(0, params - REUSE_NUMEL // 2)

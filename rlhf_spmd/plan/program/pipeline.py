@@ -164,7 +164,7 @@ def token_body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_tok
                 continue
             pairs = zip(here, ranks[stage + 1], strict=True)
             messages = tuple(Message(source, there, ("activations",), range(0), 0) for source, there in pairs)
-            for rank in (*here, *ranks[stage + 1]):  # dist.send and dist.recv: both wait at once
+            for rank in (*here, *ranks[stage + 1]):  # both wait at once
                 lists[rank] += [Post(len(transfers)), Wait(len(transfers))]
             name = f"a token's activations of {call.name} to stage {stage + 1}"
             transfers.append(Transfer(name, messages, mini_batch=run.mini_batch, call=call.name))

@@ -30,6 +30,7 @@ class Left:
     shared: where the weights are that they may share.
     free_bytes, gathered_bytes, activation_bytes: free at each place, and set aside there for gathered weights and for
         activations, which may take the room of KV caches.
+    training_bytes: free where ranks only train, one iteration ahead, for weights in transit; else inf.
     least_s: a lower bound of the seconds of these calls, once known.
     """
 
@@ -37,6 +38,7 @@ class Left:
     free_bytes: list[float]
     gathered_bytes: list[float]
     activation_bytes: list[float]
+    training_bytes: list[float]
     segments: list[Segment]
     least_s: float = 0.0
 
@@ -56,12 +58,13 @@ class Left:
                 shared.append(tuple((one.where, one.layout.zero, one.layout.offload) for one in here))
         edges = {edge for one in chosen if one for edge in (one.first, one.stop)} | {0, len(model.limits)}
         edges |= {at for at in range(1, len(model.limits)) if model.limits[at] != model.limits[at - 1]}
-        left = cls(tuple(shared), [], [], [], [])
+        left = cls(tuple(shared), [], [], [], [], [])
         for first, stop in pairwise(sorted(edges)):
             parts = model.parts_at(chosen, first)
             free = model.limits[first] - parts.peak
-            if model.ahead and any(one.first <= first < one.stop for i in model.trains if (one := chosen[i])):
-                free = -inf  # the ranks that train have no other calls
+            only_trains = model.ahead and any(one.first <= first < one.stop for i in model.trains if (one := chosen[i]))
+            left.training_bytes += [free if only_trains else inf] * (stop - first)
+            free = -inf if only_trains else free  # the ranks that train have no other calls
             left.free_bytes += [free] * (stop - first)
             left.gathered_bytes += [parts.gathered] * (stop - first)
             left.activation_bytes += [max(parts.activations, parts.cache - parts.reduced)] * (stop - first)
@@ -77,6 +80,7 @@ class Left:
             and all(map(ge, self.free_bytes, other.free_bytes))
             and all(map(ge, self.gathered_bytes, other.gathered_bytes))
             and all(map(ge, self.activation_bytes, other.activation_bytes))
+            and all(map(ge, self.training_bytes, other.training_bytes))
         )
 
 

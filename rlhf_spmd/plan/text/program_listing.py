@@ -60,7 +60,7 @@ def show_program(program: Program, *, title: str, rank: int, columns: int | None
     workload, placement = program.workload, program.placement
     parts = [title, table(_calls(program), columns), "", "Transfers per iteration"]
     parts.append(_transfers(program, columns))
-    parts += ["", "Gradients all-reduced per iteration", table(_gradients(program), columns)]
+    parts += ["", "Gradients summed per iteration", table(_gradients(program), columns)]
     parts += [
         "",
         "Memory per rank: resident, and what calls need besides at their peak",
@@ -162,7 +162,8 @@ def _transfers(program: Program, columns: int | None) -> str:
 
 
 def _gradients(program: Program) -> list[tuple[str, ...]]:
-    """Returns bytes that a ring all-reduce sends per rank: 2 (n - 1) / n times the gradient, per optimizer step."""
+    """Returns bytes that n replicas send of their gradients, each: (n - 1) / n of them per optimizer step, and as much
+    again where all have to have the sums."""
     workload = program.workload
     rows: list[tuple[str, ...]] = [("model", "replicas", "steps", "bytes sent per rank")]
     steps = workload.epochs * workload.num_mini_batches
@@ -171,7 +172,7 @@ def _gradients(program: Program) -> list[tuple[str, ...]]:
         if shape:
             layout = program.placement.layouts[call.name]
             largest = max(num_trained(shape, layout.shard(rank)) for rank in layout.model_ranks(layout.ranks[0]))
-            num_bytes = 2 * (layout.dp - 1) * 4 * largest * steps // layout.dp
+            num_bytes = (2 - (layout.zero > 0)) * (layout.dp - 1) * 4 * largest * steps // layout.dp
             rows.append((call.model, str(layout.dp), str(steps), f"{num_bytes:,}"))
     return rows
 

@@ -20,7 +20,8 @@ from rlhf_spmd.plan.program.tensors import Box, Range, overlap, trained_weights_
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint, reading, write
-from rlhf_spmd.runtime.engines.flat_engine import TIED, Interval
+from rlhf_spmd.runtime.engines.adamw import Interval
+from rlhf_spmd.runtime.engines.flat_layout import TIED
 from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.weights.weight_sync import mover_of
 
@@ -88,9 +89,9 @@ def collect(models: RankModels) -> tuple[dict[str, Tensor], dict[str, str]]:
             if (shard.tp_index > 0 and not is_split(name)) or (name == TIED and shard.stage > 0):
                 continue  # another rank of this copy of the model has the same numbers
             (r0, r1), (c0, c1) = boxes[name]
-            places[model][name] = [r0, r1, c0, c1, start, stop]
+            places[model][f"{name}@{start}"] = [r0, r1, c0, c1, start, stop]
             for kind in KINDS:
-                tensors[f"{model}.{kind}.{name}"] = kinds[kind].detach().to("cpu", copy=True)
+                tensors[f"{model}.{kind}.{name}@{start}"] = kinds[kind].detach().to("cpu", copy=True)
     return tensors, {"places": json.dumps(places), "steps": json.dumps(steps)}
 
 
@@ -127,26 +128,27 @@ class Reader:
 
         self.checkpoint = checkpoint
         self.steps: dict[str, int] = {}
-        self.slices: dict[tuple[str, str], list[tuple[Any, FlatSlice]]] = {}  # model, parameter -> files and slices
+        # model, parameter -> files, keys and slices
+        self.slices: dict[tuple[str, str], list[tuple[Any, str, FlatSlice]]] = {}
         for name in checkpoint.tensor_files:
             with reading(checkpoint.folder, name):
                 file = safe_open(checkpoint.folder / name, framework="pt")
                 about = {key: json.loads(text) for key, text in file.metadata().items()}
                 self.steps |= about["steps"]
                 for model, places in about["places"].items():
-                    for parameter, (r0, r1, c0, c1, start, stop) in places.items():
+                    for key, (r0, r1, c0, c1, start, stop) in places.items():
                         held = FlatSlice(((r0, r1), (c0, c1)), start, stop)
-                        self.slices.setdefault((model, parameter), []).append((file, held))
+                        self.slices.setdefault((model, key.partition("@")[0]), []).append((file, key, held))
 
     def read(self, model: str, kind: str, name: str, wanted: FlatSlice) -> Tensor:
         """Reads the numbers of a slice, [stop - start], on the CPU. Raises UserError if some are missing."""
-        key, out = f"{model}.{kind}.{name}", wanted.blank(torch.float32)
-        with reading(self.checkpoint.folder, key):
-            for file, held in self.slices.get((model, name), ()):
+        out = wanted.blank(torch.float32)
+        with reading(self.checkpoint.folder, f"{model}.{kind}.{name}"):
+            for file, key, held in self.slices.get((model, name), ()):
                 common = overlap(((0, 1), held.rows, held.box[1]), ((0, 1), wanted.rows, wanted.box[1]))
                 if common is None:
                     continue
-                stored = file.get_tensor(key)
+                stored = file.get_tensor(f"{model}.{kind}.{key}")
                 source, out = held.blank(stored.dtype), out.to(stored.dtype)
                 held.numbers(source)[:] = stored
                 part, target = _part(source, held, common), _part(out, wanted, common)

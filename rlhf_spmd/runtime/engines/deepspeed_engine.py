@@ -290,7 +290,7 @@ def _config(weights: list[Tensor], options: EngineOptions) -> dict[str, Any]:
         "zero_optimization": {
             "stage": options.zero,
             "contiguous_gradients": True,
-            "overlap_comm": False,
+            "overlap_comm": options.zero == 3 and weights[0].is_cuda,  # else it gathers where it computes
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "stage3_prefetch_bucket_size": bucket,

@@ -13,8 +13,8 @@ weights nor the optimizer's state move. Only the schedule of the learning rate c
 # M mini-batches, C columns, B sequences of a micro-batch, G response tokens
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -143,7 +143,7 @@ class OptimizerStep(Passes):
 
     def within(self) -> AbstractContextManager[object]:
         """Implements `Passes.within`; an engine has its weights."""
-        return nullcontext()
+        return _deterministic() if self.job.config.deterministic else nullcontext()
 
     def forward(self, index: int, received_nD: Tensor | None = None) -> Tensor | None:
         """Implements `Passes.forward`; the last stage computes the micro-batch's share of the global loss."""
@@ -224,6 +224,18 @@ class OptimizerStep(Passes):
             own += torch.stack([torch.as_tensor(part, dtype=own.dtype, device=device) for part in sums[name]])
         total, weight = self.job.reduced(own, self.run).tolist()
         return weight > 0 and not total / weight <= limit
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Makes torch compute the same bits each time: on a GPU the backward pass of attention, and of what reads by index,
+    adds in any order otherwise."""
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which only finds faults
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _micro_batches(job: Job, call: Train, run: Run, rows: Rows, prepared: Rows) -> tuple[list[Rows], list[Rows]]:

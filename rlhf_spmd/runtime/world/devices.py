@@ -252,6 +252,8 @@ def select_device(device: RankDevice) -> Callable[[], int] | None:
     keep_kernels_on_node(os.environ)
     sleep_while_waiting(device.index)
     torch.cuda.set_device(device.index)
+    # Else a product of few rows, as in decoding, sums its parts in bfloat16, and one of many rows, as in training, not.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return partial(torch.cuda.memory_reserved, device.index)
 
 

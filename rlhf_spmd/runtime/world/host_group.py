@@ -117,8 +117,17 @@ class HostGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output, input, opts=None):
         return self.reduce_scatter([output], [input.chunk(self._size)], opts)
 
+    def all_to_all_single(self, output, input, output_sizes, input_sizes, opts=None):
+        return self._operation(
+            "all_to_all",
+            lambda read, written: self.inner.alltoall_base(*written, *read, output_sizes, input_sizes),
+            [input],
+            [output],
+        )
+
     # the names before torch 2.13
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    alltoall_base = all_to_all_single
 
     def barrier(self, opts=None):
         return self.run("barrier", self.inner.barrier, lambda: None)

@@ -15,10 +15,10 @@ from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.model.hf import load_model
-from rlhf_spmd.runtime.engines import flat_engine
 from tests import slow_supervised as slow
 from tests.folders import WORDS, write_model
 from tests.runs import RunOf
+from tests.trainee import noted_gradients
 
 CASES = {
     "sft": ("sft", []),
@@ -110,9 +110,7 @@ def test_losses_metrics_and_gradients(name, folder, float64, monkeypatch):
     options = {
         key: value for key, value in dataclasses.asdict(config.options).items() if key not in ("epochs", "log_entropy")
     }
-    grads: list[Tensor] = []
-    real_norm = flat_engine.norm
-    monkeypatch.setattr(flat_engine, "norm", lambda flat: grads.append(flat.clone()) or real_norm(flat))
+    grads = noted_gradients(monkeypatch)
     metrics = run.iteration()
     assert len(grads) == 6 and grads[0].dtype == torch.float64
     rows, picked = rows_of(run), run.job.prompts.batch(0, config.rollout_batch)

@@ -18,12 +18,12 @@ from rlhf_spmd.algorithms.off_policy import corrects
 from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.model.hf import load_model
-from rlhf_spmd.runtime.engines import flat_engine
 from rlhf_spmd.runtime.execute.handlers import generate
 from rlhf_spmd.runtime.weights import rank_models
 from tests import slow_ppo
 from tests.folders import write_all, write_model
 from tests.runs import RunOf, load
+from tests.trainee import noted_gradients
 
 EOS_IDS = tuple(range(1, 9))  # two thirds of the responses end
 STORED = 1e-5  # how far apart may be what both say of the same response
@@ -288,9 +288,7 @@ def both(run: RunOf, slow: SlowRun) -> list[slow_ppo.Step]:
 def test_losses_and_gradients_in_float64(config, float64, monkeypatch):
     """Every mini-batch of two iterations: losses, statistics, norms, and the gradient before it is clipped."""
     run = RunOf(dataclasses.replace(config, dtype="float64"))
-    slow, grads = SlowRun(run.config), []
-    real_norm = flat_engine.norm
-    monkeypatch.setattr(flat_engine, "norm", lambda flat: grads.append(flat.clone()) or real_norm(flat))
+    slow, grads = SlowRun(run.config), noted_gradients(monkeypatch)
     for _ in range(2):
         grads.clear()
         steps = both(run, slow)

@@ -89,6 +89,29 @@ def test_7b_on_eight_devices_of_80_gb_is_refused_with_fitting_options(folder):
         refuse_errors(name, memory(fitting))
 
 
+@pytest.mark.parametrize(
+    ("model", "words", "expected"),
+    [
+        ("qwen2.5-7b", [], "--strategy flattening (39.4 GiB); --strategy reallocation (39.4 GiB)"),
+        ("llama-65b", [], ""),  # its base alone is too large
+        ("llama-65b", ["lora.rank=8"], ""),  # it has adapters already
+    ],
+)
+def test_adapters_are_advised_where_nothing_else_fits(model, words, expected, capsys):
+    """And the advice fits."""
+    command = ["--layout", "1x1", "--preset", model, "--algorithm", "grpo", "--device-type", "h100-80g", *words]
+    assert main(["check", "flattening", *command]) == 1
+    _, _, told = capsys.readouterr().out.partition(
+        "No shipped strategy fits these devices with any of its usual options"
+    )
+    if not expected:
+        assert told.startswith(": use more or larger devices\n")
+        return
+    assert told.startswith(f". These fit with lora.rank=16, which trains adapters alone: {expected}\n")
+    assert main(["check", "flattening", *command, "lora.rank=16"]) == 0
+    assert "  39.4 GiB  " in capsys.readouterr().out
+
+
 # ---- words ----------------------------------------------------------------------------------------------------------
 
 

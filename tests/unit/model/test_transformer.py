@@ -8,7 +8,10 @@ import torch
 from rlhf_spmd.model import attention, transformer
 from rlhf_spmd.model.attention import attend
 from rlhf_spmd.model.config import from_hf
+from rlhf_spmd.model.parallel import Parallel
+from rlhf_spmd.model.sequences import Sequences
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.shard import Shard
 
 SMALL = {
     "vocab_size": 61,
@@ -216,3 +219,19 @@ def test_attention_against_the_formula(in_place, window, num_tokens, monkeypatch
         "bhts,bhsd->bhtd", scores.masked_fill(hidden, -math.inf).softmax(-1), v.repeat_interleave(3, 1)
     )
     torch.testing.assert_close(attend(q, k, v, window), expected)
+
+
+def test_messages_between_stages_are_batched(monkeypatch):
+    """As those by which the ranks were connected: NCCL gives others a communicator of their own."""
+    found = []
+    monkeypatch.setattr(
+        transformer.dist, "P2POp", lambda direction, tensor, peer, group: (direction, peer, tensor.shape)
+    )
+    monkeypatch.setattr(transformer.dist, "batch_isend_irecv", lambda operations: found.append(operations) or [])
+    place = Parallel(Shard(pp=3, stage=1), previous=0, next=2)
+    config = from_hf({"model_type": "llama", "rms_norm_eps": 1e-5} | SMALL)
+    model = Transformer(config, head="lm", parallel=place).requires_grad_(False)
+    batch = Sequences.join(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64))
+    model.through_stages(batch.tokens_N, batch.context(model))
+    shape = model.output_shape(len(batch.tokens_N))
+    assert found == [[(torch.distributed.irecv, 0, shape)], [(torch.distributed.isend, 2, shape)]]

@@ -18,6 +18,7 @@ from rlhf_spmd.plan.cost.lengths import of_forecast
 from rlhf_spmd.plan.cost.memory import num_params
 from rlhf_spmd.plan.cost.seconds import STATE_BYTES, Cost, all_gather_s, head_flops, layer_flops
 from rlhf_spmd.plan.cost.simulate import Times
+from rlhf_spmd.plan.cost.step_messages import RINGS, Collective
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
@@ -102,8 +103,8 @@ def test_adapters(recompute, zero):
     assert cost.times.run_s(0, Run("reference_infer")) == pytest.approx(forward_s(8 * LENGTH) + own_s)
     layers_s = SHAPE.num_layers * layer_flops(SHAPE, 4 * LENGTH, LENGTH / 2) / 1e9
     passes_s = 2 * forward_s(4 * LENGTH) + recompute * layers_s + (3 + recompute) * own_s / 2
-    moved_s = (2 + zero) * all_gather_s(link, 2, 4 * numbers)
-    update_s = moved_s + STATE_BYTES * numbers / (1 + zero) / 1e9
+    moved_s = 2 * all_gather_s(link, 2, 4 * numbers)
+    update_s = moved_s + all_gather_s(link, 2, 2 * 8) + STATE_BYTES * numbers / (1 + zero) / 1e9
     assert cost.times.run_s(0, Run("actor_train", mini_batch=0)) == pytest.approx(passes_s + update_s)
 
 
@@ -139,6 +140,15 @@ def test_a_decode_step_is_started_read_and_computed():
     assert decode_s(machine(decode_layer_s=2 * products_s / layers)) == pytest.approx(2 * products_s)
 
 
+def test_collectives_between_nodes():
+    """A ring has the links of all ranks of a node; in an all-to-all each rank sends half of its bytes over its own."""
+    calibration = machine(inside=Link(1e9, 0.0), between=Link(1e6, 0.0))
+    cost = Cost(calibration, make_workload(mini_batch=8, num_mini_batches=1, shape=SHAPE), Cluster.parse("2x2", "cpu"))
+    seconds = {kind: cost.collective_s(Collective(kind, (0, 1, 2, 3), 4e6)) for kind in RINGS}
+    assert seconds == {"all-gather": 1.5, "reduce-scatter": 1.5, "all-reduce": 3.0, "all-to-all": pytest.approx(2.0)}
+    assert cost.collective_s(Collective("all-to-all", (0, 1), 4e9)) == pytest.approx(2.0)
+
+
 def test_zero_3_gathers_and_gradients_are_summed():
     free = {"matrix_flops": 1e30, "inside": Link(1e6, 0.0)}
     params = num_params(SHAPE, Shard())
@@ -146,7 +156,7 @@ def test_zero_3_gathers_and_gradients_are_summed():
     sum_s = 2 * 4 * params / 2 / 1e6
     one = cost_of(machine(**free), 2, micro_batch=2)
     assert one.times.run_s(0, Run("reference_infer")) == pytest.approx(0.0, abs=1e-20)
-    assert one.times.run_s(0, Run("actor_train", mini_batch=1)) == pytest.approx(sum_s, rel=1e-6)
+    assert one.times.run_s(0, Run("actor_train", mini_batch=1)) == pytest.approx(sum_s + 8 / 1e6, rel=1e-6)
     three = cost_of(machine(**free), 2, zero=3, micro_batch=2)
     assert three.times.run_s(0, Run("reference_infer")) == pytest.approx(half_s)
     assert three.times.run_s(0, Run("actor_generate")) == pytest.approx(half_s)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_spmd.model import transformer
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.model.transformer import Transformer
@@ -131,6 +132,14 @@ def test_equals_the_slow_twin_in_batches_of_any_size(num_rows):
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_equals_the_slow_twin(options, shape):
     compare_with_slow_twin(5, options, shape)
+
+
+def test_every_norm_of_generation_is_the_kernel(monkeypatch):
+    """Those of queries and keys, too."""
+    model, prompts, called = make_model(**SHAPES["qwen3"]), make_prompts(3), []
+    monkeypatch.setattr(transformer.F, "rms_norm", lambda x, *_: called.append(x.shape) or x)
+    run(model, prompts, draw(3))
+    assert not called
 
 
 def compare_with_slow_twin(num_rows: int, options: dict, shape: dict) -> None:

@@ -199,6 +199,21 @@ def test_a_gpu_needs_what_triton_compiles_launchers_with(compiler, environ, head
         devices.select_device(RankDevice("cuda", 0, 1, 1, "H100", 85 * 10**9))
 
 
+def test_sums_of_products_are_float32(monkeypatch):
+    """Those of bfloat16 numbers, too; torch's default lets products of few rows differ from those of many."""
+    products = torch.backends.cuda.matmul
+    monkeypatch.setattr(devices, "lack_for_kernels", lambda environ: "")
+    monkeypatch.setattr(devices, "keep_kernels_on_node", lambda environ: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    before = products.allow_bf16_reduced_precision_reduction
+    assert before is True
+    try:
+        devices.select_device(RankDevice("cuda", 0, 1, 1, "H100", 85 * 10**9))
+        assert products.allow_bf16_reduced_precision_reduction is False
+    finally:
+        products.allow_bf16_reduced_precision_reduction = before
+
+
 def test_compiled_kernels_stay_on_the_node(tmp_path, monkeypatch):
     """In a folder that nobody else can write to: what is there is executed."""
     monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(tmp_path))

@@ -1,0 +1,110 @@
+"""ZeRO stages that give the same bits: weights, norms and optimizer state after some steps, in buckets of any size.
+
+python tests/run_mpi.py 4 -- tests/mpi/test_zero_stages.py
+python tests/run_mpi.py --backend ordered 4 -- tests/mpi/test_zero_stages.py
+"""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_spmd.pages.option_tree import with_value
+from rlhf_spmd.runtime.engines import flat_layout
+from tests.mpi.test_allocations import everywhere
+from tests.mpi.test_invariance import with_groups
+from tests.mpi.test_layouts import settings_of, write_models
+from tests.runs import RunOf, compiled
+from tests.trainee import CLIP, Trainee, whole_weights
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 4)]
+STAGES = (0, 1)
+ONE, SEVERAL = 1 << 24, 1  # numbers of a bucket; 1: the smallest
+
+
+@dataclass
+class After:
+    """What some steps leave behind."""
+
+    norms: list[float]
+    weights: dict[str, Tensor]
+    state: dict[tuple[str, int], Tensor]  # masters and moments, by name and number
+
+    @classmethod
+    def of(cls, engine, norms: list[float]) -> "After":
+        numbers = {}
+        for (name, start, stop), kinds in engine.optimizer_state()[1].items():
+            for kind, x in kinds.items():
+                numbers |= {(f"{kind} {name}", number): x[number - start].clone() for number in range(start, stop)}
+        return cls(norms, whole_weights(engine), numbers)
+
+    def assert_equal(self, other: "After", *, state: bool = True) -> None:
+        assert self.norms == other.norms
+        for mine, others in [(self.weights, other.weights), (self.state, other.state)][: 1 + state]:
+            assert mine.keys() == others.keys()
+            assert [key for key in mine if not torch.equal(mine[key], others[key])] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("num_micro", [1, 3])
+@pytest.mark.parametrize("group", ["all", "first half"])
+def test_stages_and_buckets(job, group, num_micro, dtype, monkeypatch):
+    """Uneven data, one rank without any, clipping active."""
+    if group != "all" and job.world.size == 2:
+        pytest.skip("half of two ranks is one")
+    found = {}
+    for size in (SEVERAL, ONE):
+        monkeypatch.setattr(flat_layout, "BUCKET_NUMEL", size)
+        for stage in STAGES:
+            trainee = Trainee(job, group, stage, clip=CLIP, num_micro=num_micro, dtype=dtype, weight_decay=0.1)
+            for step in range(3):
+                trainee.step(step)
+            if trainee.inside:
+                assert min(trainee.run.norms) > CLIP
+                assert (len(trainee.engine._layout.buckets) > 3) == (size == SEVERAL)
+                found[size, stage] = After.of(trainee.engine, trainee.run.norms)
+    for (size, _), after in found.items():
+        after.assert_equal(found[size, 0])
+
+
+GRIDS = {  # of 4 ranks: options of the layout, then of the run
+    "dp4": ({}, {}),
+    "dp2 tp2": ({"tp": 2}, {"dtype": "bfloat16"}),
+    "dp2 tp2 recompute": ({"tp": 2, "recompute": True}, {}),
+    "dp2 pp2": ({"pp": 2}, {}),
+    "adapters": ({"recompute": True}, {"lora.rank": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(world, shared_folder):
+    """Returns checkpoints with tied embeddings."""
+    if world.rank == 0:
+        write_models(shared_folder)
+    world.barrier("the checkpoints")
+    return shared_folder
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_stages_of_whole_runs(grid, world, folder, make_group, monkeypatch):
+    """Slices and stages that share weights, with several optimizer steps of several micro-batches."""
+    monkeypatch.setattr(flat_layout, "BUCKET_NUMEL", 2000)
+    options, values = GRIDS[grid]
+    settings = replace(settings_of(folder, "plain"), parity_tolerance=50.0)
+    for name, value in values.items():
+        settings = with_value(settings, name, value)
+    found = []
+    for stage in STAGES:
+        program = compiled(settings, world.size, everywhere(zero=stage, **options))
+        run = RunOf(settings, with_groups(world, program, make_group), program)
+        metrics = run.iteration()
+        engines = run.job.models.engines
+        norms = {model: metrics[f"{model}_grad_norm"] for model in engines}
+        found.append({model: After.of(engine, [norms[model]]) for model, engine in engines.items()})
+    for after in found[1:]:
+        for model in after:
+            after[model].assert_equal(found[0][model], state=False)
+            common = found[0][model].state.keys() & after[model].state.keys()
+            assert common and all(torch.equal(found[0][model].state[key], after[model].state[key]) for key in common)
