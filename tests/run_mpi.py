@@ -36,7 +36,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_RANKS = (2, 4, 5, 8)
 IMPORTS = ("pytest", "deepspeed", "torch._inductor.compile_fx", "networkx", "triton.language")  # of forks, with warm's
 IN_ORDER = "tests/mpi/test_in_order.py"  # runs on the backends of tests/backends.py only
-QUICK = {"ordered": ["-m", "not slow", IN_ORDER]}  # backend -> what runs on it at 4 ranks, after the tests on gloo
+# backend -> what runs on it at 4 ranks, after the tests on gloo
+QUICK = {"ordered": ["-m", "not slow", IN_ORDER, "tests/mpi/test_zero_stages.py"]}
 SLOW = {"ordered": ["tests/mpi"], "host": [IN_ORDER]}
 LIMIT_S = 2400.0
 GRACE_S = 10.0  # mpiexec gets so long to end its ranks before all are killed

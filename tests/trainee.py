@@ -167,12 +167,12 @@ def whole_weights(engine: TrainEngine) -> dict[str, Tensor]:
 @torch.no_grad()
 def whole_gradients(engine: TrainEngine) -> dict[str, Tensor]:
     """Returns all gradients of the own engine after they have been summed. Collective, without a change."""
-    whole, data = engine._gradient.clone(), engine._groups.data
-    for bucket, own in zip(engine._layout.buckets, engine._own, strict=True):
+    whole, data = engine._parts[0].new_zeros(engine._layout.numel), engine._groups.data
+    for bucket, part in zip(engine._layout.buckets, engine._parts, strict=True):
+        parts = [part] if data is None else [torch.empty_like(part) for _ in range(data.size())]
         if data is not None:
-            parts = [torch.empty_like(whole[own]) for _ in range(data.size())]
-            dist.all_gather(parts, whole[own].contiguous(), group=data)
-            whole[bucket.interval] = torch.cat(parts)
+            dist.all_gather(parts, part, group=data)
+        whole[bucket.interval] = torch.cat(parts)
     return dict(zip(engine._layout.names, engine._layout.views(whole), strict=True))
 
 

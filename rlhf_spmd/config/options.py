@@ -128,6 +128,8 @@ class Optimizer:
     # weights that decay: all, matrices (neither norms nor biases), or linear layers (no embeddings either)
     weight_decay_on: Decaying = "all"
     max_grad_norm: PositiveFloat = 1.0  # limit on the global gradient norm; larger gradients are scaled down to it
+    # under ZeRO 2, sum the gradients of each micro-batch over ranks and keep a part, instead of whole ones of a step
+    sum_each_pass: bool = False
 
     @property
     def length_matters(self) -> bool:
@@ -464,6 +466,7 @@ def make_workload(config: Config) -> Workload:
         adds_adapters=adds_adapters,
         answers=_forecast_answers(config, lengths.mean if lengths else config.row_tokens),
         may_chain=not why_all_meet(config),
+        sums_each_pass=config.optimizer.sum_each_pass,
         state_sums=config.algorithm.state_sums,
     )
 

@@ -179,7 +179,4 @@ def test_static_bytes_are_as_forecast(grid, dtype, settings, world, make_group):
         held -= next(iter(run.job.models.arena.parts.values())).untyped_storage().nbytes()
     forecast = static_bytes(program, world.rank)
     print(f"{grid} {dtype}: rank {world.rank} holds {held:,}, forecast {sum(forecast.values()):,}")
-    shape, slack = program.workload.models["actor"], 0
-    if grid == "dp zero 2":  # DeepSpeed keeps one more tensor of the embeddings' size, which is little in a real model
-        slack = 4 * shape.vocab_size * shape.hidden_size
-    assert abs(held - sum(forecast.values())) <= 0.02 * sum(forecast.values()) + slack
+    assert abs(held - sum(forecast.values())) <= 0.02 * sum(forecast.values())

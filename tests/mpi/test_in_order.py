@@ -41,6 +41,7 @@ def by_strategy(name: str, **options) -> Callable:
 
 PLACEMENTS = {
     "flattening": by_strategy("flattening", zero=1),
+    "flattening zero 2": by_strategy("flattening", zero=2),
     "interleaving1": by_strategy("interleaving1"),
     "interleaving2": by_strategy("interleaving2"),
     "separation": by_strategy("separation", generation_ranks=1),

@@ -19,7 +19,7 @@ from tests.runs import RunOf, compiled
 from tests.trainee import CLIP, Trainee, whole_weights
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 4)]
-STAGES = (0, 1)
+STAGES = (0, 1, 2)
 ONE, SEVERAL = 1 << 24, 1  # numbers of a bucket; 1: the smallest
 
 
@@ -96,7 +96,7 @@ def test_stages_of_whole_runs(grid, world, folder, make_group, monkeypatch):
     for name, value in values.items():
         settings = with_value(settings, name, value)
     found = []
-    for stage in STAGES:
+    for stage in STAGES[:2] if "pp" in options else STAGES:  # pipelines have no ZeRO 2
         program = compiled(settings, world.size, everywhere(zero=stage, **options))
         run = RunOf(settings, with_groups(world, program, make_group), program)
         metrics = run.iteration()

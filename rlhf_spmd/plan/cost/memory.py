@@ -2,9 +2,10 @@
 
 Mixed precision as the files of runtime/engines/ lay it out (ZeRO, arXiv 1910.02054, section 3): with p
 parameters in a rank's shard and c bytes per weight in the compute precision, a trained model holds c*p weights,
-float32 gradients, two AdamW moments in float32, and, if c < 4, float32 master weights. Stages 2 and 3 are DeepSpeed's
-(measured with 0.19.8, tests/mpi/test_allocations.py): it has float32 masters in any precision; stage 2 keeps no
-gradients between steps, stage 3 those of its part and the buffer in which it reduces them.
+float32 gradients, two AdamW moments in float32, and, if c < 4, float32 master weights. Stage 2 keeps the gradients of
+its part; a step takes those of a weight before they are sent, and buckets under way, or whole gradients if it adds up
+several micro-batches. Stage 3 is DeepSpeed's (measured with 0.19.8, tests/mpi/test_allocations.py): it has float32
+masters in any precision, and gradients of its part and the buffer in which it reduces them.
 
 A model with adapters holds c*p weights of its base, which models may have in common, and for each of its a numbers of
 adapters 4 bytes of itself, of its gradient and of each moment. If it generates with copies of its weights that have the
@@ -21,7 +22,7 @@ from rlhf_spmd.plan.calls import Generate, ModelCall, Train, trains
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import leaves_device, ranks_of, weights_layout
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program, Run, keys_made, keys_read, merged
-from rlhf_spmd.plan.program.pipeline import pass_bytes
+from rlhf_spmd.plan.program.pipeline import largest_number, pass_bytes
 from rlhf_spmd.plan.program.tensors import frozen_weights_of, numbers_in, trained_weights_of, weights_of
 from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.workload import ModelShape, Workload
@@ -29,6 +30,7 @@ from rlhf_spmd.plan.workload import ModelShape, Workload
 STATIC = ("weights", "gradients", "optimizer", "offloaded")
 WORKING = ("gathered", "buckets", "reduced", "activations", "KV cache", "copies with adapters", "rows")
 REDUCE_NUMEL = 50_000_000  # numbers in DeepSpeed's communication buffers, if no weight is larger
+BUCKET_NUMEL = 1 << 24  # numbers that the own engine sends at a time: enough for bandwidth, little to wait in memory
 CHUNK_BYTES, MOST_CHUNKS = 32 * 2**20, 24  # as in kernels/token_logprobs.py
 LIVE_NUMEL = 10**9  # weights that DeepSpeed's stage 3 keeps gathered while it trains (its default)
 
@@ -59,11 +61,22 @@ def base_sizes(shape: ModelShape, shard: Shard) -> tuple[tuple[str, int], ...]:
     return tuple((weight.name, numbers_in(box)) for weight in table if (box := weight.box(shard)))
 
 
+def reduce_numel(workload: Workload, model: str, layout: Layout, shard: Shard) -> int:
+    """Returns float32 numbers that a rank needs beside its part of the gradients of a shard: what DeepSpeed reduces at
+    a time under ZeRO 3; under ZeRO 2 buckets that are sent and received while the next ones are, and whole gradients
+    or those of the largest weight."""
+    params, largest = num_params(workload.shape(model), shard), _largest(workload.shape(model), shard)
+    if layout.zero != 2:
+        return max(largest, min(params, REDUCE_NUMEL))
+    call = workload.workflow.train_call(model)
+    is_whole = call is not None and not workload.sums_each_pass and largest_number(layout, workload, call) > 1
+    return (params if is_whole else -(-workload.param_bytes * largest // 4)) + 4 * min(params, BUCKET_NUMEL)
+
+
 @lru_cache(maxsize=65536)
-def reduce_numel(shape: ModelShape, shard: Shard) -> int:
-    """Returns numbers in the buffer in which DeepSpeed reduces the gradients of a shard."""
-    sizes = [numbers_in(((0, 1), *box[1:])) for weight in weights_of(shape) if (box := weight.box(shard))]
-    return max(*sizes, min(num_params(shape, shard), REDUCE_NUMEL))
+def _largest(shape: ModelShape, shard: Shard) -> int:
+    """Returns numbers of the largest weight of a shard."""
+    return max(numbers_in(((0, 1), *box[1:])) for weight in weights_of(shape) if (box := weight.box(shard)))
 
 
 def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, trains: bool) -> dict[str, int]:
@@ -78,14 +91,14 @@ def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, tr
     weights = number_bytes * (part if zero == 3 else params)
     if not trains:
         return {"weights": weights}
-    gradients = {2: 0, 3: part + numel}.get(zero, params)
-    moments = 12 if number_bytes < 4 or zero >= 2 else 8  # two, and float32 master weights
+    gradients = {2: part, 3: part + numel}.get(zero, params)
+    moments = 12 if number_bytes < 4 or zero == 3 else 8  # two, and float32 master weights
     return {
         "weights": weights,
         "gradients": 4 * gradients,
         "optimizer": moments * (part if zero else params),
         "gathered": number_bytes * min(params, LIVE_NUMEL) if zero == 3 else 0,
-        "reduced": 4 * (part + numel) if zero == 2 else 0,
+        "reduced": 4 * numel if zero == 2 else 0,
     }
 
 
@@ -255,7 +268,7 @@ def _zero_bytes(workload: Workload, model: str, layout: Layout, shard: Shard, *,
     if trains and shape.adapters is not None:  # without its base
         layout, numbers = replace(layout, zero=min(layout.zero, 1)), num_trained(shape, shard)
         return zero_bytes(layout, numbers, 0, workload.trained_number_bytes(model), trains=True)
-    numel = reduce_numel(shape, shard) if trains else 0
+    numel = reduce_numel(workload, model, layout, shard) if trains else 0
     return zero_bytes(layout, num_params(shape, shard), numel, workload.param_bytes, trains=trains)
 
 

@@ -1,10 +1,9 @@
 """The collectives of an optimizer step, as the train engines send them (runtime/engines/).
 
-The own engine sums gradients once a step, after its last micro-batch: a rank gets its part of them from all replicas,
-and sums it over the slices and stages that share weights. DeepSpeed sums those of every micro-batch: under
-stage 2 it all-reduces all of them, under stage 3 it scatters the sums. Stage 3 gathers the weights for every forward,
-and again for the backward pass, but for the last REUSE_NUMEL / 2 numbers of the model, which it keeps in between.
-(Measured with 0.19.8, tests/mpi/test_step_messages.py.)
+The own engine sums gradients once a step (under stage 2 also for every micro-batch): a rank gets its part of them from
+all replicas, then sums it over the slices and stages that share weights. DeepSpeed's stage 3 scatters the sums of every
+micro-batch. It gathers the weights for every forward, and again for the backward pass, but for the last REUSE_NUMEL / 2
+numbers of the model, which it keeps in between. (Measured with 0.19.8, tests/mpi/test_step_messages.py.)
 """
 
 from dataclasses import dataclass
@@ -42,16 +41,14 @@ def step_messages(workload: Workload, model: str, layout: Layout, rank: int, num
     """
     shape, shard, data = workload.shape(model), layout.shard(rank), layout.data_ranks(rank)
     zero = 0 if layout.dp == 1 else layout.zero if shape.adapters is None else min(layout.zero, 1)
-    numbers, sums = num_trained(shape, shard), num_passes if zero >= 2 else 1
-    parts = 1 if zero >= 2 else layout.dp
+    numbers, parts = num_trained(shape, shard), 1 if zero == 3 else layout.dp
+    sums = num_passes if zero == 3 or (zero == 2 and workload.sums_each_pass) else 1
     boxes = [(weight, numbers_in(box)) for weight in trained_weights_of(shape) if (box := weight.box(shard))]
     whole = sum(size for weight, size in boxes if weight.cut is None)
-    partial = workload.param_bytes if zero >= 2 else GRADIENT_BYTES
+    partial = workload.param_bytes if zero == 3 else GRADIENT_BYTES
     sent = [
-        Collective(
-            ("all-to-all", "all-to-all", "all-reduce", "reduce-scatter")[zero], data, GRADIENT_BYTES * numbers, sums
-        ),
-        Collective("all-reduce", layout.tensor_ranks(rank), partial * whole // parts, sums),
+        Collective("reduce-scatter" if zero == 3 else "all-to-all", data, GRADIENT_BYTES * numbers, sums),
+        Collective("all-reduce", layout.tensor_ranks(rank), partial * whole // parts, num_passes if zero == 3 else 1),
         Collective("all-reduce", layout.model_ranks(rank), SQUARES_BYTES),
     ]
     sent += [
@@ -63,7 +60,7 @@ def step_messages(workload: Workload, model: str, layout: Layout, rank: int, num
         sent.append(Collective("all-gather", data, workload.trained_number_bytes(model) * numbers))
     if zero == 0:
         sent.append(Collective("all-gather", data, GRADIENT_BYTES * numbers))
-    sent.append(Collective("all-reduce" if zero >= 2 else "all-gather", data, SQUARES_BYTES * parts))
+    sent.append(Collective("all-reduce" if zero == 3 else "all-gather", data, SQUARES_BYTES * parts))
     if zero == 3:
         params = num_params(shape, shard)
         again = max(0, params - REUSE_NUMEL // 2)

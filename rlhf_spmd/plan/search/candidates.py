@@ -194,7 +194,7 @@ class CallCosts:
         moved = max(num_trained(shape, shard) for shard in shards)
         if shape.adapters is None:
             params = max(num_params(shape, shard) for shard in shards)
-            numel = max(reduce_numel(shape, shard) for shard in shards) if trains else 0
+            numel = max(reduce_numel(self.workload, call.model, layout, one) for one in shards) if trains else 0
             return zero_bytes(layout, params, numel, c, trains=trains)
         taken = zero_bytes(layout, moved, 0, self.workload.trained_number_bytes(call.model), trains=trains)
         return taken | {"weights": taken["weights"] + c * max(num_frozen(shape, shard) for shard in shards)}

@@ -1,4 +1,4 @@
-"""ZeRO 2 and 3 by DeepSpeed, over any group of ranks. The only file that imports DeepSpeed.
+"""ZeRO 3 by DeepSpeed, over any group of ranks. The only file that imports DeepSpeed.
 
 DeepSpeed assumes that it owns the whole world, but a strategy may give a model any subset of the ranks, and a rank
 several models. `DeepSpeedEngine._as_world` contains the necessary adaptations.
@@ -60,7 +60,7 @@ class _LossModule(nn.Module):
 
 
 class DeepSpeedEngine:
-    """ZeRO 2 (optimizer state and gradients sharded) and 3 (weights, too) over a subgroup of the world."""
+    """ZeRO 3 (optimizer state, gradients and weights sharded) over a subgroup of the world."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class DeepSpeedEngine:
     ):
         weights = [p for p in model.parameters() if p.requires_grad]
         self.model = model
-        assert groups.data is not None, "ZeRO 2 and 3 shard over a group"
-        self._group, self._zero, self._mpu = groups.data, options.zero, _mpu(groups)
+        assert groups.data is not None, "ZeRO 3 shards over a group"
+        self._group, self._mpu = groups.data, _mpu(groups)
         self._device = weights[0].device
         self._loss_module = _LossModule(model)
         self._deepspeed = _import_deepspeed(self._device)
@@ -154,7 +154,7 @@ class DeepSpeedEngine:
 
     def backward(self, output: Tensor, gradient: Tensor | None = None, *, last: bool) -> None:
         """Implements `TrainEngine.backward`."""
-        assert gradient is None, "ZeRO 2 and 3 have no stages"
+        assert gradient is None, "ZeRO 3 has no stages"
         with self._as_world():
             self.engine.set_gradient_accumulation_boundary(last)
             # DeepSpeed averages over the ranks, but not over micro-batches, because it is configured for one.
@@ -166,21 +166,13 @@ class DeepSpeedEngine:
             settings["lr"] = lr
         with self._as_world():
             self.engine.step()
-            for p in self.model.parameters():
-                p.grad = None  # stage 2 leaves one of them
             return float(self.engine.get_global_grad_norm())
 
-    @property
-    def shards_weights(self) -> bool:
-        """See `TrainEngine.shards_weights`."""
-        return self._zero == 3
+    shards_weights = True
 
     @contextmanager
     def gathered(self, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
         """Implements `TrainEngine.gathered`."""
-        if self._zero < 3:
-            yield
-            return
         within = [m for module in modules or [self.model] for m in module.modules()]
         weights = dict.fromkeys(p for m in within for p in m.parameters(recurse=False))  # a tied one once
         whole = self._deepspeed.zero.GatheredParameters(list(weights))
@@ -202,8 +194,7 @@ class DeepSpeedEngine:
 
     def held(self) -> dict[str, Tensor]:
         """Implements `TrainEngine.held`."""
-        parameters = self.model.named_parameters()
-        return {name: (p.ds_tensor if self._zero == 3 else p).detach() for name, p in parameters}
+        return {name: p.ds_tensor.detach() for name, p in self.model.named_parameters()}
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
         """Implements `TrainEngine.optimizer_state`."""
@@ -219,8 +210,7 @@ class DeepSpeedEngine:
 
     def _begin(self, num_steps: int) -> None:
         """Sets the number of steps, and moments of zero."""
-        zero = self.engine.optimizer
-        for master in zero.fp32_partitioned_groups_flat if self._zero == 3 else zero.single_partition_of_fp32_groups:
+        for master in self.engine.optimizer.fp32_partitioned_groups_flat:
             step = torch.tensor(float(num_steps), dtype=torch.float32, device=master.device)
             zeros = {kind: torch.zeros_like(master, requires_grad=False) for kind in MOMENTS}
             self.optimizer.state[master] = {"step": step} | zeros
@@ -228,16 +218,12 @@ class DeepSpeedEngine:
     def publish(self) -> None:
         """Implements `TrainEngine.publish`."""
         with self._as_world():
-            if self._zero == 3:
-                publish_parts(self.engine.optimizer)
-            else:
-                publish_flat(self.engine.optimizer, group=self._group)
+            publish_parts(self.engine.optimizer)
 
     def _shares(self) -> list[Share]:
         """Returns the intervals of weights that this rank updates, and where they are stored."""
-        of_stage = shares_of_parts if self._zero == 3 else shares_of_flat
         names = {id(p): name for name, p in self.model.named_parameters()}
-        return of_stage(self.engine.optimizer, self.optimizer.state, names, rank=self._group.rank())
+        return shares_of_parts(self.engine.optimizer, self.optimizer.state, names, rank=self._group.rank())
 
 
 @contextmanager
@@ -261,9 +247,7 @@ def _import_deepspeed(device: torch.device) -> Any:
         import deepspeed
         import deepspeed.ops
     except ImportError as error:
-        raise UserError(
-            f"zero=2 and 3 need the package deepspeed ({error}): install it or choose zero=0 or 1"
-        ) from error
+        raise UserError(f"zero=3 needs the package deepspeed ({error}): install it or choose zero=0, 1 or 2") from error
     accelerator = deepspeed.accelerator.get_accelerator().device_name()
     assert accelerator == device.type, f"DeepSpeed is set to {accelerator}, the model is on {device}"
     deepspeed.utils.logger.setLevel("ERROR")
@@ -305,26 +289,12 @@ def _config(weights: list[Tensor], options: EngineOptions) -> dict[str, Any]:
 States = Mapping[Tensor, Mapping[str, Tensor]]  # of the inner AdamW, by master
 
 
-def shares_of_flat(zero: Any, states: States, names: Mapping[int, str], *, rank: int) -> list[Share]:
-    """Returns the shares of ZeRO 2: the weights of each group concatenated; each rank has one part.
+def shares_of_parts(zero: Any, states: States, names: Mapping[int, str], *, rank: int) -> list[Share]:
+    """Returns the shares of this rank: a part of every weight.
 
     zero: DeepSpeed's optimizer.
     names: by id(weight).
     """
-    shares, groups = [], (zero.bit16_groups_flat, zero.bit16_groups, zero.single_partition_of_fp32_groups)
-    for flat, weights, master in zip(*groups, strict=True):
-        first, last = rank * master.numel(), (rank + 1) * master.numel()
-        for p in weights:
-            begin = (p.data_ptr() - flat.data_ptr()) // flat.element_size()
-            start, stop = max(first, begin), min(last, begin + p.numel())
-            if start < stop:
-                interval = names[id(p)], start - begin, stop - begin
-                shares.append(Share(interval, _values(master, states), start - first))
-    return shares
-
-
-def shares_of_parts(zero: Any, states: States, names: Mapping[int, str], *, rank: int) -> list[Share]:
-    """Returns the shares of ZeRO 3: each rank has a part of every weight. Arguments as in `shares_of_flat`."""
     shares = []
     for weights, master in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
         offset = 0
@@ -341,16 +311,8 @@ def _values(master: Tensor, states: States) -> dict[str, Tensor]:
     return {"master": master} | {kind: states[master][kind] for kind in MOMENTS}
 
 
-@torch.no_grad()
-def publish_flat(zero: Any, *, group: dist.ProcessGroup) -> None:
-    """Copies, for ZeRO 2, every rank's masters to the weights, which are views of a flat tensor for each group."""
-    groups = zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups
-    for parts, master in zip(*groups, strict=True):
-        dist.all_gather(list(parts), master.detach().to(parts[0].dtype, copy=True), group=group)
-
-
 def publish_parts(zero: Any) -> None:
-    """Copies, for ZeRO 3, masters to the weights in the compute dtype, and gathers small weights everywhere.
+    """Copies masters to the weights in the compute dtype, and gathers small weights everywhere.
     Collective."""
     for number in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(number)

@@ -1,15 +1,16 @@
-"""ZeRO 0 and 1 over any layout: gradients in one flat buffer, own sums and clipping, torch's fused AdamW.
+"""ZeRO 0, 1 and 2 over any layout: flat gradients or parts of them, own sums and clipping, torch's fused AdamW.
 
 DeepSpeed is not used here: its stage 0 is silently wrong with two engines on the same ranks and rejects float64, and
 its stage 1 reduces gradients inside the backward pass, where pipeline stages that share embeddings cannot meet.
 
-Replicas sum gradients by buckets (flat_layout.py): each gets its part of a bucket from all of them and adds these in
-the order of the ranks. So the sums have the same bits at any stage, on every replica and in buckets of any size. Slices
+Replicas sum gradients by buckets (flat_layout.py): each rank gets its part of a bucket from all, and adds these in the
+order of the ranks. So the sums have the same bits at any stage, on every replica and in buckets of any size. Slices
 and stages that share a weight then sum these sums. For the norm, each replica adds the squares of its parts.
 
 ZeRO 1 (arXiv 1910.02054, section 5.1) shards the optimizer's state and float32 masters: each data-parallel rank updates
 its parts of the flat weights, then the parts are all-gathered. At stage 0 the parts of the gradients are all-gathered
-instead, and every rank makes the updates of all.
+instead, and every rank makes the updates of all. Stage 2 sends buckets while backward runs, and keeps only parts
+(part_sums.py).
 """
 
 import math
@@ -25,6 +26,7 @@ from rlhf_spmd.kernels.collectives import all_gather
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.engines.adamw import AdamW, EngineOptions, Interval, ReadState, Share, read_into, state_of
 from rlhf_spmd.runtime.engines.flat_layout import lay_out
+from rlhf_spmd.runtime.engines.part_sums import PartSums, Sender, move_gradient
 
 Through = Callable[[Transformer], Tensor]  # a pass of the model, whose methods it calls
 
@@ -68,22 +70,31 @@ class FlatEngine:
         )
         # Sums of bfloat16 gradients, and updates much smaller than bfloat16's resolution, need float32.
         wide = torch.float32 if dtype == torch.bfloat16 else dtype
-        self._gradient = torch.zeros(layout.numel, dtype=wide, device=named[0][1].device)
-        for p, g in zip(layout.weights, layout.views(self._gradient), strict=True):
-            if wide == dtype:
-                p.grad = g  # backward adds in place
-            else:
-                p.register_post_accumulate_grad_hook(lambda p, g=g: _move_gradient(p, g))
-        self._flat_weights = torch.zeros_like(self._gradient, dtype=dtype)
+        of_wide = {"dtype": wide, "device": named[0][1].device}
+        self._flat_weights = torch.zeros(layout.numel, dtype=dtype, device=of_wide["device"])
         for p, view in zip(layout.weights, layout.views(self._flat_weights), strict=True):
             p.data = view.copy_(p.data)
         parts = [bucket.parts(replicas) for bucket in layout.buckets]
         self._own = [of_bucket[rank] for of_bucket in parts]  # this rank's part of each bucket
         self._shards = options.zero > 0 and replicas > 1
+        self._part_sums: PartSums | None = None
+        if groups.data is not None and options.zero == 2:
+            sizes = [part.stop - part.start for part in self._own]
+            self._parts = list(torch.zeros(sum(sizes), **of_wide).split(sizes))
+            self._part_sums = PartSums(layout, groups.data, self._parts, each=options.sums_each_pass)
+        else:
+            self._gradient = torch.zeros(layout.numel, **of_wide)
+            self._parts = [self._gradient[part] for part in self._own]
+            for p, g in zip(layout.weights, layout.views(self._gradient), strict=True):
+                if wide == dtype:
+                    p.grad = g  # backward adds in place
+                else:
+                    p.register_post_accumulate_grad_hook(lambda p, g=g: move_gradient(p, g))
         self._updated = self._own if self._shards else [part for of_bucket in parts for part in of_bucket]
         self.masters = [nn.Parameter(self._flat_weights[part].to(wide)) for part in self._updated]
-        for master, part in zip(self.masters, self._updated, strict=True):
-            master.grad = self._gradient[part]
+        gradients = self._parts if self._shards else [self._gradient[part] for part in self._updated]
+        for master, g in zip(self.masters, gradients, strict=True):
+            master.grad = g
         without_decay = [
             (place, slice(offset, offset + stop - start))
             for place, part in enumerate(self._updated)
@@ -97,7 +108,10 @@ class FlatEngine:
 
     def begin(self) -> None:
         """Zeroes the gradients."""
-        self._gradient.zero_()
+        if self._part_sums is not None:
+            self._part_sums.begin()
+        else:
+            self._gradient.zero_()
 
     def forward(self, through: Through) -> Tensor:
         """Implements `TrainEngine.forward`."""
@@ -105,8 +119,12 @@ class FlatEngine:
 
     def backward(self, output: Tensor, gradient: Tensor | None = None, *, last: bool) -> None:
         """Implements `TrainEngine.backward`."""
+        if self._part_sums is not None:
+            self._part_sums.begin_pass(last=last)
         if output.requires_grad:  # a rank without data may return a constant
             torch.autograd.backward(output, gradient)
+        if self._part_sums is not None:
+            self._part_sums.end_pass()
 
     def update(self, *, lr: float) -> float:
         """Sums, clips and applies the gradients -> their norm, see `TrainEngine.update`."""
@@ -125,30 +143,26 @@ class FlatEngine:
     def _sum_gradients(self) -> None:
         """Sums this rank's parts over replicas first, then over slices and stages that share a weight, so its copies
         get equal bits."""
-        buckets = list(zip(self._layout.buckets, self._own, strict=True))
-        if (data := self._groups.data) is not None:
-            arriving = None  # the bucket before, which is added while the next one is on its way
-            for bucket, part in buckets:
-                sent = self._gradient[bucket.interval]
-                received = torch.empty_like(sent)
-                work = dist.all_to_all_single(received, sent, group=data, async_op=True)
-                if arriving is not None:
-                    _add_parts(*arriving)
-                arriving = work, received.view(data.size(), -1), self._gradient[part]
-            if arriving is not None:
-                _add_parts(*arriving)
-        for bucket, part in buckets:
+        if self._part_sums is not None:
+            self._part_sums.finish()
+        elif self._groups.data is not None:
+            sender = Sender(self._groups.data, self._parts, adds=False)
+            for index, bucket in enumerate(self._layout.buckets):
+                sender.send(index, self._gradient[bucket.interval])
+            sender.finish()
+        for bucket, part in zip(self._layout.buckets, self._parts, strict=True):
             if bucket.whole:
-                dist.all_reduce(self._gradient[part], group=self._groups.tensor)
+                dist.all_reduce(part, group=self._groups.tensor)
             if bucket.tied:
-                dist.all_reduce(self._gradient[part], group=self._groups.tied)
+                dist.all_reduce(part, group=self._groups.tied)
 
     def _norm(self) -> float:
         """Returns the L2 norm of the whole model's gradient, each number counted on one rank. Replicas add what they
         have of their own parts in the order of the ranks."""
-        squares = torch.zeros(1, dtype=torch.float64, device=self._gradient.device)
-        for part in self._counted():
-            squares += squared_norm(self._gradient[part])
+        squares = torch.zeros(1, dtype=torch.float64, device=self._flat_weights.device)
+        for bucket, part in zip(self._layout.buckets, self._parts, strict=True):
+            if not (bucket.whole and self._groups.tp_index > 0 or bucket.tied and self._groups.stage > 0):
+                squares += squared_norm(part)  # else another rank counts it for this copy of the model
         if self._groups.model is not None:
             dist.all_reduce(squares, group=self._groups.model)
         if (data := self._groups.data) is not None:
@@ -157,16 +171,10 @@ class FlatEngine:
             squares = of_all
         return math.sqrt(math.fsum(squares.tolist()))
 
-    def _counted(self) -> Iterator[slice]:
-        """Yields this rank's parts of the buckets that it counts for its copy of the model."""
-        for bucket, part in zip(self._layout.buckets, self._own, strict=True):
-            if not (bucket.whole and self._groups.tp_index > 0 or bucket.tied and self._groups.stage > 0):
-                yield part
-
     @torch.no_grad()
     def publish(self) -> None:
         """Copies the masters to the weights, on every rank that has them. Collective at ZeRO 1."""
-        if self._gradient.dtype != self._flat_weights.dtype:  # else the masters are parts of the weights
+        if self.masters[0].dtype != self._flat_weights.dtype:  # else the masters are parts of the weights
             for master, part in zip(self.masters, self._updated, strict=True):
                 self._flat_weights[part].copy_(master)
         if self._shards:
@@ -211,20 +219,6 @@ class FlatEngine:
 
     def held(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in zip(self._layout.names, self._layout.weights, strict=True)}
-
-
-def _move_gradient(weight: Tensor, into: Tensor) -> None:
-    """Adds a micro-batch's gradient to the wide sum as soon as it is complete, and frees it."""
-    into.add_(weight.grad)
-    weight.grad = None
-
-
-def _add_parts(work: dist.Work, parts: Tensor, into: Tensor) -> None:
-    """Waits for a part of a bucket from each replica [replicas, numbers], and adds them in the order of the ranks."""
-    work.wait()
-    for part in parts[1:]:
-        parts[0].add_(part)
-    into.copy_(parts[0])
 
 
 def squared_norm(flat: Tensor) -> Tensor:

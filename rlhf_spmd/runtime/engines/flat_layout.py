@@ -12,9 +12,9 @@ from itertools import groupby
 from torch import Tensor
 
 from rlhf_spmd.model.parallel import is_split
+from rlhf_spmd.plan.cost.memory import BUCKET_NUMEL
 from rlhf_spmd.runtime.engines.adamw import Interval
 
-BUCKET_NUMEL = 1 << 24  # numbers that are sent at a time: large enough for bandwidth, small enough to wait in memory
 ALIGNED = 128  # of so many numbers the part of a replica is a multiple, but for the last one
 TIED = "embed_tokens.weight"  # on the first and the last stage if embeddings are tied
 

@@ -1,6 +1,6 @@
 """Train engines: one interface for an optimizer step of a model over a group of ranks, at ZeRO stage 0, 1, 2 or 3.
 
-Stages 0 and 1 are implemented here (flat_engine.py), stages 2 and 3 by DeepSpeed (deepspeed_engine.py).
+Stages 0, 1 and 2 are implemented here (flat_engine.py), stage 3 by DeepSpeed (deepspeed_engine.py).
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ class TrainEngine(Protocol):
     def forward(self, through: Through) -> Tensor:
         """Runs `through(model)`, which returns what a backward begins with, e.g. this rank's share of the *global* loss
         of a micro-batch, a scalar already divided by the global count; shares are summed, not averaged. A rank without
-        data must still run the model and return 0 * something. At stages 2 and 3 all ranks must use the same weights in
-        the same order, and `through` runs with the engine's group as torch.distributed's default group, so it may
+        data must still run the model and return 0 * something. At stage 3 all ranks must use the same weights in the
+        same order, and `through` runs with the engine's group as torch.distributed's default group, so it may
         communicate only with an explicit group."""
 
     def backward(self, output: Tensor, gradient: Tensor | None = None, *, last: bool) -> None:
@@ -76,7 +76,7 @@ def make_engine(model: Transformer, *, groups: Groups, options: EngineOptions) -
     nothing to shard. Parameters that need no gradient stay as they are. float64 is for tests.
     """
     zero, dtype = options.zero, options.dtype
-    assert zero in (0, 1, 2, 3) and (dtype != torch.float64 or zero < 2), options  # DeepSpeed rejects or rounds it
+    assert zero in (0, 1, 2, 3) and (dtype != torch.float64 or zero < 3), options  # DeepSpeed rejects or rounds it
     with torch.no_grad():
         for p in (p for p in model.parameters() if p.requires_grad):  # not model.to(dtype): frozen ones keep theirs
             p.data = p.data.to(dtype)
@@ -84,7 +84,7 @@ def make_engine(model: Transformer, *, groups: Groups, options: EngineOptions) -
     bare = {name for name, p in model.named_parameters() if options.weight_decay and not decays(name, p, decaying)}
     if groups.data is not None:
         _assert_same_weights(model, group=groups.data)
-    kind = FlatEngine if zero < 2 or groups.data is None else DeepSpeedEngine
+    kind = FlatEngine if zero < 3 or groups.data is None else DeepSpeedEngine
     return kind(model, groups=groups, options=options, bare=bare)
 
 
