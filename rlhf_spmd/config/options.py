@@ -129,7 +129,7 @@ class Optimizer:
     weight_decay_on: Decaying = "all"
     max_grad_norm: PositiveFloat = 1.0  # limit on the global gradient norm; larger gradients are scaled down to it
     # under ZeRO 2, sum the gradients of each micro-batch over ranks and keep a part, instead of whole ones of a step
-    sum_each_pass: bool = False
+    sum_each_pass: bool = True
 
     @property
     def length_matters(self) -> bool:

@@ -169,7 +169,7 @@ class Workload:
     bases: Mapping[str, str] = field(default_factory=dict)
     adds_adapters: bool = False  # whether models with adapters generate with copies of their weights that have them
     answers: Answers | None = field(default=None, repr=False)  # forecast ones; None: responses have one turn
-    sums_each_pass: bool = False  # ZeRO 2 sums the gradients of each micro-batch over ranks, instead of a step's
+    sums_each_pass: bool = True  # ZeRO 2 sums the gradients of each micro-batch over ranks, instead of a step's
     may_chain: bool = True  # whether some iteration ends with nothing that needs all ranks, such as a checkpoint
     state_sums: tuple[str, ...] = ()  # of computes, from which the state of the next iteration follows
 

@@ -27,7 +27,7 @@ class EngineOptions:
     weight_decay: float = 0.0
     weight_decay_on: Decaying = "all"  # the weights that it concerns, see `decays`
     max_grad_norm: float | None = 1.0  # of the global gradient; None: no clipping
-    sums_each_pass: bool = False  # ZeRO 2 sums each micro-batch over ranks, instead of a step
+    sums_each_pass: bool = True  # ZeRO 2 sums each micro-batch over ranks, instead of a step
 
 
 @dataclass(frozen=True, slots=True)

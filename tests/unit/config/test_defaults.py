@@ -52,7 +52,7 @@ RULES = {  # row -> option: its default
         "optimizer.max_grad_norm": 1.0,
     },
 }
-NO_RULE = {"generation.stop": (), "ppo.entropy_coef": 0.0}  # off
+NO_RULE = {"generation.stop": (), "ppo.entropy_coef": 0.0, "optimizer.sum_each_pass": True}  # off; no number
 TABLE = NO_RULE | {option: default for row in RULES.values() for option, default in row.items()}
 # What a preset's idea asks for; it may not move any other option of the table.
 ITS_OWN = {
