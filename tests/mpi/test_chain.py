@@ -56,6 +56,14 @@ def halves(workload, cluster) -> Placement:
     return Placement(layouts)
 
 
+def beside(workload, cluster) -> Placement:
+    """Returns generation beside the critic's training, all else on all ranks, as the planner often has it."""
+    ranks, half = cluster.ranks, len(cluster.ranks) // 2
+    apart = {"actor_generate": ranks[:half], "critic_train": ranks[half:]}
+    calls = workload.workflow.placed_calls
+    return Placement({call.name: Layout.data_parallel(apart.get(call.name, ranks)) for call in calls})
+
+
 def sliced(workload, cluster) -> Placement:
     """Returns training in two stages, generation in two slices, with a copy of the critic beside the actor's."""
     return separation.place(workload, cluster, training_pp=2, generation_tp=2, ratios=("actor=1", "critic=1"))
@@ -66,12 +74,13 @@ PLACEMENTS = {
     "separation 1": lambda workload, cluster: separation.place(workload, cluster, generation_ranks=1, in_flight=1),
     "apart": apart,
     "halves": halves,
+    "beside": beside,
     "trained on halves": trained_on_halves,
     "scattered": scattered,
     "sliced": sliced,
 }
 CASES = [("separation", case) for case in OPTIONS]
-CASES += [("separation 1", "state"), ("apart", "ppo"), ("halves", "state"), ("halves", "ppo")]
+CASES += [("separation 1", "state"), ("apart", "ppo"), ("halves", "state"), ("halves", "ppo"), ("beside", "state")]
 CASES += [("trained on halves", "state"), ("scattered", "ppo"), ("scattered", "whole")]
 
 
