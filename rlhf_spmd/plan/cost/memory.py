@@ -2,8 +2,8 @@
 
 Mixed precision as the files of runtime/engines/ lay it out (ZeRO, arXiv 1910.02054, section 3): with p
 parameters in a rank's shard and c bytes per weight in the compute precision, a trained model holds c*p weights,
-float32 gradients, two AdamW moments in float32, and, if c < 4, float32 master weights. Stage 2 keeps the gradients of
-its part; a step takes those of a weight before they are sent, and buckets under way, or whole gradients if it adds up
+float32 gradients, two AdamW moments in float32, and, if c < 4, float32 master weights. Stage 2 has gradients during a
+step only: those of its part, of a weight before they are sent, and of buckets under way, or whole ones if it adds up
 several micro-batches. Stage 3 is DeepSpeed's (measured with 0.19.8, tests/mpi/test_allocations.py): it has float32
 masters in any precision, and gradients of its part and the buffer in which it reduces them.
 
@@ -91,14 +91,14 @@ def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, tr
     weights = number_bytes * (part if zero == 3 else params)
     if not trains:
         return {"weights": weights}
-    gradients = {2: part, 3: part + numel}.get(zero, params)
+    gradients = {2: 0, 3: part + numel}.get(zero, params)
     moments = 12 if number_bytes < 4 or zero == 3 else 8  # two, and float32 master weights
     return {
         "weights": weights,
         "gradients": 4 * gradients,
         "optimizer": moments * (part if zero else params),
         "gathered": number_bytes * min(params, LIVE_NUMEL) if zero == 3 else 0,
-        "reduced": 4 * numel if zero == 2 else 0,
+        "reduced": 4 * (part + numel) if zero == 2 else 0,
     }
 
 

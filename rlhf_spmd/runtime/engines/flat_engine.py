@@ -14,9 +14,10 @@ instead, and every rank makes the updates of all. Stage 2 sends buckets while ba
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 import torch.distributed as dist
@@ -79,8 +80,7 @@ class FlatEngine:
         self._shards = options.zero > 0 and replicas > 1
         self._part_sums: PartSums | None = None
         if groups.data is not None and options.zero == 2:
-            sizes = [part.stop - part.start for part in self._own]
-            self._parts = list(torch.zeros(sum(sizes), **of_wide).split(sizes))
+            self._parts: list[Tensor] = []  # of a step that is under way
             self._part_sums = PartSums(layout, groups.data, self._parts, each=options.sums_each_pass)
         else:
             self._gradient = torch.zeros(layout.numel, **of_wide)
@@ -92,9 +92,8 @@ class FlatEngine:
                     p.register_post_accumulate_grad_hook(lambda p, g=g: move_gradient(p, g))
         self._updated = self._own if self._shards else [part for of_bucket in parts for part in of_bucket]
         self.masters = [nn.Parameter(self._flat_weights[part].to(wide)) for part in self._updated]
-        gradients = self._parts if self._shards else [self._gradient[part] for part in self._updated]
-        for master, g in zip(self.masters, gradients, strict=True):
-            master.grad = g
+        if self._part_sums is None:
+            self._give([self._gradient[part] for part in self._updated])
         without_decay = [
             (place, slice(offset, offset + stop - start))
             for place, part in enumerate(self._updated)
@@ -104,12 +103,19 @@ class FlatEngine:
         decay = options.weight_decay
         self._adamw = AdamW(self.masters, betas=options.betas, eps=options.eps, weight_decay=decay, bare=without_decay)
 
+    def _give(self, gradients: Iterable[Tensor | None]) -> None:
+        """Gives the masters their gradients."""
+        for master, gradient in zip(self.masters, gradients, strict=False):
+            master.grad = gradient
+
     # ---- an optimizer step, see TrainEngine -------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Zeroes the gradients."""
         if self._part_sums is not None:
-            self._part_sums.begin()
+            sizes = [part.stop - part.start for part in self._own]
+            self._parts[:] = self.masters[0].new_zeros(sum(sizes)).split(sizes)
+            self._give(self._parts)
         else:
             self._gradient.zero_()
 
@@ -137,6 +143,9 @@ class FlatEngine:
         if self._max_grad_norm is not None and grad_norm > self._max_grad_norm:
             torch._foreach_mul_([master.grad for master in self.masters], self._max_grad_norm / (grad_norm + 1e-6))
         self._adamw.step(lr=lr)
+        if self._part_sums is not None:  # other models may need the memory until the next step
+            self._parts.clear()
+            self._give(repeat(None))
         self.publish()
         return grad_norm
 

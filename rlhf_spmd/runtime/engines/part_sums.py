@@ -56,11 +56,6 @@ class PartSums:
         for index, weight in enumerate(layout.weights):
             weight.register_post_accumulate_grad_hook(lambda _, index=index: self._complete(index))
 
-    def begin(self) -> None:
-        """Begins a step."""
-        for part in self._parts:
-            part.zero_()
-
     def begin_pass(self, *, last: bool) -> None:
         """Begins the backward pass of a micro-batch."""
         self._sends, self._next, self._done = last or self._each, 0, set[int]()
