@@ -128,5 +128,7 @@ def is_late(program: Program, instruction: Instruction) -> bool:
 
 def drawn_by(program: Program, rank: int) -> bool:
     """Returns whether a rank makes anything of the batch that a step draws."""
+    if not program.placement.ahead:
+        return False
     runs = (one for one in program.instructions[rank] if isinstance(one, Run) and not one.delay)
-    return program.placement.ahead > 0 and any(program.makes(run, rank) for run in runs)
+    return any(program.makes(run, rank) for run in runs)

@@ -319,7 +319,7 @@ class CallModel:
             begin_s = max(free[j] for j in (*same_ranks[train], *self.needs[train]))
             moved_s = [self.pair(chosen[user], chosen[train])[1] for user in users_of[train]]
             free[train] = begin_s + left_s + max(moved_s, default=0.0)
-            longest_s = max(longest_s, *(free[train] - begins[user] for user in users_of[train]))
+            longest_s = max([longest_s, *(free[train] - begins[user] for user in users_of[train])])
         return longest_s
 
     def score_s(self, chosen: Assignment, most_s: float = inf) -> float:
