@@ -11,7 +11,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.verbs.draw import picture_of
 
-BEHIND = "llama-33b", "8x8", ("separation", "flattening")  # the case, and the strategies that are drawn
+BEHIND = "llama-13b", "4x8", ("separation", "flattening")  # the case, and the strategies that are drawn
 
 
 def behind(rows: Sequence[Mapping], path: Path) -> Path:
