@@ -104,7 +104,7 @@ class FlatEngine:
         self._adamw = AdamW(self.masters, betas=options.betas, eps=options.eps, weight_decay=decay, bare=without_decay)
 
     def _give(self, gradients: Iterable[Tensor | None]) -> None:
-        """Gives the masters their gradients."""
+        """Sets the gradients of the masters."""
         for master, gradient in zip(self.masters, gradients, strict=False):
             master.grad = gradient
 

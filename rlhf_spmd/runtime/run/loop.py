@@ -58,7 +58,8 @@ class Loop:
         while (number := len(self.history)) < job.config.iterations:
             self.began_s = time.perf_counter()
             self.now = data = self.begin(number)
-            answers = self.executor.iteration(*((self.in_flight, data) if self.is_ahead else (data,)))
+            now, before = (self.in_flight, data) if self.is_ahead else (data, None)
+            answers = self.executor.iteration(now, before)
             done = self.over(data, answers, time.perf_counter() - self.began_s)
             job.state.of_algorithm = self.state
             yield done
