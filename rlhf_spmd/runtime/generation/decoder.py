@@ -28,7 +28,7 @@ class Decoder:
         # host has waited for this step's tokens, so the copy is complete.
         pinned = self.device.type == "cuda"
         self._written_BM = torch.zeros(scheduler.tables_BM.shape, dtype=torch.int32, pin_memory=pinned)
-        scheduler.tables_BM = self._written_BM.numpy()
+        scheduler.tables_BM, scheduler.gathers = self._written_BM.numpy(), can_capture
         self._has_copy = self._graphs is not None or self.device.type != "cpu"  # else both are the same tensor
         self._tables_BM = self._written_BM
         if self._graphs is not None:
@@ -50,18 +50,36 @@ class Decoder:
         blocks: Sequence[Sequence[int]],
         answered: Sequence[tuple[Sequence[int], int, Sequence[int]]] = (),
     ) -> Tensor | None:
-        """Runs one pass over the current token of each of the B running rows and the prompts of A new rows, given with
-        their blocks. Returns hidden [B + A, D] of the rows, then of the prompts' last tokens; None except on the last
-        stage.
+        """Runs the current token of each of the B running rows and the prompts of A new rows, given with their blocks.
+        Returns hidden [B + A, D] of the rows, then of the prompts' last tokens; None except on the last stage.
+
+        That is one pass; where graphs replay the rows' part, what is new has a pass of its own, which the host launches
+        while the device runs the graph.
 
         cached_B: number of tokens before the current one.
         answered: rows that are in the cache and get more than one token: these tokens, how many are in the cache, and
             the row's blocks; their hidden come before those of prompts.
         """
+        tables_BM, new = self._tables(len(tokens_B)), (prompts, blocks, answered)
+        if self._graphs is None or not len(tokens_B):
+            return self._launched(tokens_B, cached_B, tables_BM, *new)
+        hidden_BD = self._graphs(self._padded, tokens_B, cached_B)
+        if not prompts and not answered:
+            return hidden_BD
+        hidden_AD = self._launched(tokens_B[:0], cached_B[:0], tables_BM[:0], *new)
+        return torch.cat((hidden_BD, hidden_AD))
+
+    def _launched(
+        self,
+        tokens_B: Tensor,
+        cached_B: Tensor,
+        tables_BM: Tensor,
+        prompts: Sequence[Sequence[int]],
+        blocks: Sequence[Sequence[int]],
+        answered: Sequence[tuple[Sequence[int], int, Sequence[int]]],
+    ) -> Tensor | None:
+        """Runs one pass, whose kernels are launched one by one."""
         num_rows, lengths = len(tokens_B), [len(prompt) for prompt in prompts]
-        tables_BM = self._tables(num_rows)
-        if not prompts and not answered and self._graphs is not None:
-            return self._graphs(self._padded, tokens_B, cached_B)
         step = self._step(cached_B, cached_B, tables_BM) if num_rows else None
         prefill = continued = None
         if prompts:

@@ -5,10 +5,10 @@
     engine.run(requests)                          # also starts later requests if rows are free
     responses_RG, logprobs_RG, support_RGK = engine.results(requests)
 
-Each round admits waiting requests to free rows, and computes their prompts and a token for every running row in one
-pass. A token depends only on its context and its own random bits, not on the other rows, block sizes, preemption or
-ranks. In an episode (episodes.py), a row whose turn has ended keeps its cache outside the batch, until its answer is
-appended and it goes on.
+Each round admits waiting requests to free rows, and computes their prompts and a token for every running row, in one
+pass if no CUDA graph runs the latter. A token depends only on its context and its own random bits, not on the other
+rows, block sizes, preemption or ranks. In an episode (episodes.py), a row whose turn has ended keeps its cache outside
+the batch, until its answer is appended and it goes on.
 
 All ranks of one copy of the model run the same scheduler. Hidden states go from stage to stage; the ranks of the last
 stage draw the same tokens and send them to the other stages.

@@ -9,6 +9,10 @@ between two turns is *outside*: it keeps its blocks, unless a row of the batch n
 If a block holds the longest sequence, every row has one block and row i uses block i; a batch is then a slice of the
 cache, which a CPU reads fastest. Rows outside have the last blocks. All ranks of one copy of the model run the same
 scheduler.
+
+Where prompts have a pass of their own (decoder.py), whose kernels the host launches one by one, `gathers` makes a free
+row wait for others: until an eighth of the rows have left, or for 32 steps, after which the rows that stay empty would
+cost more than the pass.
 """
 
 import heapq
@@ -20,6 +24,9 @@ import numpy as np
 
 Copies = list[tuple[int, int]]  # blocks (from, to)
 Moves = list[tuple[int, int, int]]  # the same with a number of tokens
+
+GATHERED = 8  # of so many rows one leaves before the next are admitted
+GATHERED_STEPS = 32  # or so many steps go by
 
 
 class Blocks:
@@ -132,10 +139,14 @@ class Scheduler:
     outside: list[RunningRequest] = field(default_factory=list)  # those without blocks were preempted
     moves: list[Moves] = field(default_factory=list)  # to do before the next pass, in order; the engine empties it
     one_block: bool = False  # row i has exactly one block, block i
+    gathers: bool = False  # admits several requests at a time
     tables_BM: np.ndarray = field(init=False)
     has_new_tables: bool = True  # the reader of the tables resets it
     _steps: int = 0  # decode steps so far
     _next_full: int = 0  # no row needs a block before this step
+    _admitted: int = 0  # the step of the last admission
+    _num_left: int = 0  # rows that have left since
+    _is_open: bool = True  # whoever comes need not wait for others
 
     def __post_init__(self):
         self.tables_BM = np.zeros((self.max_rows, self.blocks_per_row or self.blocks.num_blocks), dtype=np.int32)
@@ -148,6 +159,9 @@ class Scheduler:
         """Moves requests from the queue to `rows` while there are free rows and blocks."""
         admitted: list[Admission] = []
         tokens = 0
+        if self._is_gathering():
+            return admitted
+        self._is_open = False
         while self.waiting and len(self.rows) + sum(bool(row.blocks) for row in self.outside) < self.max_rows:
             head = self.waiting[0]
             donor = self._donor(head)
@@ -157,6 +171,7 @@ class Scheduler:
             if fresh + spare > self.blocks.num_free:
                 break
             if donor is None and admitted and tokens + head.num_tokens > self.prefill_tokens:
+                self._is_open = True  # the rest follows at once
                 break
             tokens += head.num_tokens if donor is None else 0
             self.waiting.popleft()
@@ -173,9 +188,15 @@ class Scheduler:
             self._put(len(self.rows), 0, row.blocks)
             self.rows.append(row)
             admitted.append(Admission(head, row, donor, copy))
+        self._is_open |= not self.waiting
         if admitted:
-            self._next_full = 0
+            self._next_full, self._admitted, self._num_left = 0, self._steps, 0
         return admitted
+
+    def _is_gathering(self) -> bool:
+        """Returns whether free rows wait for others."""
+        is_due = GATHERED * self._num_left >= len(self.rows) or self._steps - self._admitted >= GATHERED_STEPS
+        return self.gathers and not self._is_open and not is_due
 
     def _clear(self, index: int) -> None:
         """Frees, with one block for each row, the block of the next row of the batch if a row outside has it."""
@@ -208,7 +229,7 @@ class Scheduler:
                 self.moves.append([(source, to, cached)])
             assert row.blocks == [to], (row, to)
         row.blocks += self.blocks.take(fresh)
-        row.joined, self._next_full = self._steps, 0
+        row.joined, self._next_full, self._is_open = self._steps, 0, True  # its tokens are such a pass
         self._put(len(self.rows), 0, row.blocks)
         self.rows.append(row)
         return row
@@ -307,4 +328,5 @@ class Scheduler:
             self.tables_BM[:num_left] = self.tables_BM[order]
             self.has_new_tables = True
         self._next_full = 0
+        self._num_left += len(gone)
         return order, moves

@@ -76,6 +76,29 @@ def test_tokens_with_graphs_are_those_without(settings, request):
     assert (engine.num_preempted > 0) == ("num_blocks" in settings)
 
 
+def test_prompts_have_a_pass_of_their_own(captured, monkeypatch):
+    """The rows that run replay their graph in the round in which others begin."""
+    model = make_model()
+    engine = make_engine(model, max_sequences=5, block_size=4)
+    original, found = engine.decoder.round, []
+
+    def noted(tokens_B, cached_B, prompts, *others):
+        before, eager = StandIn.replays, []
+        monkeypatch.setattr(
+            engine.decoder, "_launched", lambda rows_B, *of: (eager.append(len(rows_B)), launch(rows_B, *of))[1]
+        )
+        hidden_BD = original(tokens_B, cached_B, prompts, *others)
+        found.append((len(tokens_B), len(prompts), StandIn.replays - before, eager))
+        return hidden_BD
+
+    launch = engine.decoder._launched
+    monkeypatch.setattr(engine.decoder, "round", noted)
+    run(engine, make_prompts(19), draws(19), Sampling(MAX_NEW, min_new_tokens=2))
+    assert all(replays == (num_rows > 0) for num_rows, _, replays, _ in found)
+    assert all(eager == [0] * (num_prompts > 0) for _, num_prompts, _, eager in found)
+    assert sum(num_rows > 0 and num_prompts > 0 for num_rows, num_prompts, *_ in found) > 3
+
+
 def test_the_cache_is_freed_with_its_engine(captured):
     """Without the cyclic collector: until it comes around, training would lack the memory."""
     gc.collect()
