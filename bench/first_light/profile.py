@@ -18,7 +18,7 @@ from rlhf_spmd.runtime.generation.requests import Sampling
 BUSY_SHARE = 0.90  # of the time of a decode round: its graph, without the profiler, which makes each kernel later
 SYNCHRONISATIONS = 1.1  # of a decode round; the profiler's own end adds one to thirty rounds
 REPLAYS = 9  # of a graph, timed
-PROFILED, SETTLED = 30, 6  # rounds; and those before, in which prompts are computed and graphs captured
+PROFILED, SETTLED = 30, 12  # rounds; and those before, in which prompts are computed and graphs captured
 DRY_PROFILED = 3
 
 

@@ -10,6 +10,7 @@ from bench.speed.generate_costs import products_of
 from bench.speed.roofline import precision_of
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime.generation.cuda_graphs import OCCURRENCES
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.kv_cache import token_bytes
 from rlhf_spmd.runtime.generation.random_streams import OFFLINE
@@ -36,8 +37,8 @@ def decode_step(mine: Transformer, ceilings: dict, *, rows: int = ROWS, context:
         rounds.append((time.perf_counter(), num_tokens))
 
     engine.run(progress=note)
-    # a round with a prefill draws the first tokens of new rows besides; the first round without one may capture graphs
-    first = next(i for i, (_, num) in enumerate(rounds) if num == rows and i > 0) + 2
+    # a round with a prefill draws the first tokens of new rows besides; a graph is captured some rounds later
+    first = next(i for i, (_, num) in enumerate(rounds) if num == rows and i > 0) + 2 + OCCURRENCES
     seconds = [rounds[i][0] - rounds[i - 1][0] for i in range(first, len(rounds)) if rounds[i][1] == rows]
     num_bytes = sum(weight.nbytes for weight in products_of(mine)) + rows * context * token_bytes(mine)
     step_s = statistics.median(seconds)

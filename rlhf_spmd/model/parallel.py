@@ -154,6 +154,15 @@ def _reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
+def smallest(number: int, parallel: Parallel, device: torch.device) -> int:
+    """Returns the minimum over all ranks of one copy."""
+    groups = [group for group in (parallel.group, parallel.stages) if group is not None]
+    least = torch.tensor(number, device=device if groups else None)
+    for group in groups:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return int(least)
+
+
 def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the sum over a group, as a new tensor."""
     total = x.clone()

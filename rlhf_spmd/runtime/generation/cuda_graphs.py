@@ -4,38 +4,49 @@ A decode step of a large model launches about ten kernels per layer, each for a 
 one by one takes longer than running them. A graph replays all of them for a fixed number of rows from fixed memory:
 inputs are copied there, and -1 marks missing rows.
 
-A graph reads the addresses that it was captured with, so it must not outlive what lies there. *The KV cache*: the graph
-must not keep it alive either. The step is therefore passed with each call and never stored, so the cache is freed with
-its engine, without Python's cyclic collector. *The weights*: ZeRO 3 gathers those of a frozen model anew for each Run,
-so `keep_for` drops graphs of weights that have moved. All else is the graph's own, or lives as long as the model.
+A capture takes as long as several eager steps, so a size must occur several times before; until then a larger graph
+runs its rows. Graphs live as long as their model, and serve its next engine if the cache lies where it lay.
+
+A graph reads the addresses that it was captured with, so what lies there must be the same. *The KV cache*: the graph
+must not keep it alive. The step is therefore passed with each call and never stored, so the cache is freed with its
+engine, without Python's cyclic collector. *The weights*: ZeRO 3 gathers those of a frozen model anew for each Run, so
+`keep_for` drops graphs of weights that have moved. All else is the graph's own, or lives as long as the model.
 """
 
-# B rows (of a graph: a power of two), M blocks of a row's table, D hidden
+# B rows (of a graph: its size), M blocks of a row's table, D hidden
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_spmd.model.linear import Copies
+from rlhf_spmd.model.parallel import smallest
 from rlhf_spmd.model.transformer import Transformer
 
 FEWEST_ROWS = 8  # with fewer rows a step takes no less time
+APART = 32  # rows between the larger sizes
+OCCURRENCES = 8  # of a size before it is captured
+KEPT = 2  # caches of a model, the last ones, whose graphs live on
 
 PaddedStep = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens_B, cached_B, tables_BM) -> hidden_BD. cached_B: number of tokens before the current one; -1: no row."""
 
 
 def graph_size(num_rows: int) -> int:
-    """Returns rows of the graph that runs a batch of `num_rows`."""
-    return max(1 << (num_rows - 1).bit_length(), FEWEST_ROWS)
+    """Returns rows of the graph that runs a batch of `num_rows`: 8, 16, or a multiple of 32."""
+    return max(1 << (num_rows - 1).bit_length(), FEWEST_ROWS) if num_rows <= APART else -(-num_rows // APART) * APART
 
 
 class Graphs:
-    """The graphs of one model over one cache, each captured when its number of rows first occurs.
+    """The graphs of one model over one cache.
 
     tables_BM: the rows' blocks, int32, written by the owner and read in place by all graphs.
     """
@@ -46,21 +57,26 @@ class Graphs:
         self._tokens_B = torch.zeros(size, dtype=torch.int64, device=device)
         self._cached_B = torch.full((size,), -1, dtype=torch.int64, device=device)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._addresses: tuple[int, ...] = ()  # of the weights that the graphs read
+        self._read: Hashable = ()  # where the weights are that the graphs read
+        self._seen: Counter[int] = Counter()  # how often each size has occurred
         self._pool = None  # memory that the graphs share: they never run at the same time
 
-    def keep_for(self, model: Transformer) -> None:
+    def keep_for(self, model: Transformer, copies: Copies) -> None:
         """Drops the graphs unless the model's weights are where they were. Call it before the first step of a pass
-        during which they stay there."""
-        addresses = tuple(p.data_ptr() for p in model.parameters())
-        if addresses != self._addresses:
+        during which they stay there. Collective over the ranks of one copy, which must capture together."""
+        weights = (*model.parameters(), *(copies.joined.weights if copies.joined is not None else ()))
+        # copies of single weights are made anew for each engine
+        read: Hashable = weakref.ref(copies) if copies.forwards else tuple(weight.data_ptr() for weight in weights)
+        if not smallest(read == self._read, model.parallel, self.tables_BM.device):
             self._captured.clear()
-            self._addresses, self._pool = addresses, None  # a pool ends with its last graph
+            self._read, self._pool = read, None  # a pool ends with its last graph
 
     def __call__(self, step: PaddedStep, tokens_B: Tensor, cached_B: Tensor) -> Tensor:
         """Runs the step for these rows -> hidden_BD, overwritten by the next call."""
         num_rows = len(tokens_B)
-        size = graph_size(num_rows)
+        size = self._size_for(num_rows)
+        if not size:
+            return step(tokens_B, cached_B, self.tables_BM[:num_rows])
         if size not in self._captured:
             self._captured[size] = self._capture(step, size)
         graph, hidden_BD = self._captured[size]
@@ -68,6 +84,14 @@ class Graphs:
         self._cached_B[num_rows:size] = -1
         graph.replay()
         return hidden_BD[:num_rows]
+
+    def _size_for(self, num_rows: int) -> int:
+        """Returns the size of the graph to run: the smallest that has occurred often, or is captured; 0: none."""
+        size = graph_size(num_rows)
+        self._seen[size] += 1
+        if self._seen[size] > OCCURRENCES:
+            return size
+        return min((larger for larger in self._captured if larger >= size), default=0)
 
     def _capture(self, step: PaddedStep, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         inputs = self._tokens_B[:size], self._cached_B[:size].fill_(-1), self.tables_BM[:size]
@@ -111,6 +135,22 @@ def _without_collector() -> Iterator[None]:
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Returns one stream for all captures: cuBLAS keeps a workspace of up to 32 MiB for every stream."""
     return torch.cuda.Stream(device)
+
+
+_KEPT: WeakKeyDictionary[Transformer, dict[Hashable, Graphs]] = WeakKeyDictionary()
+
+
+def graphs_of(model: Transformer, stored: Sequence[Tensor], tables_shape: tuple[int, int]) -> Graphs:
+    """Returns the graphs of a model over a cache: those of an engine that has ended, if its cache lay there.
+
+    stored: the tensors of the cache.
+    """
+    kept = _KEPT.setdefault(model, {})
+    key = tables_shape, *((x.data_ptr(), x.shape) for x in stored)
+    kept[key] = kept.pop(key) if key in kept else Graphs(*tables_shape, stored[0].device)
+    for old in [*kept][:-KEPT]:
+        del kept[old]
+    return kept[key]
 
 
 def can_capture(model: Transformer, device: torch.device) -> bool:

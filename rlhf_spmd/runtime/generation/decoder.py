@@ -22,8 +22,9 @@ class Decoder:
     def __init__(self, model: Transformer, cache: KVCache, scheduler: Scheduler, copies: Copies):
         self.model, self.cache, self.scheduler = model, cache, scheduler
         self.device = cache.keys_LnKsd.device
-        (rows, blocks), can_capture = scheduler.tables_BM.shape, cuda_graphs.can_capture(model, self.device)
-        self._graphs = cuda_graphs.Graphs(rows, blocks, self.device) if can_capture else None
+        shape, stored = scheduler.tables_BM.shape, (cache.keys_LnKsd, cache.values_LnKsd)
+        can_capture = cuda_graphs.can_capture(model, self.device)
+        self._graphs = cuda_graphs.graphs_of(model, stored, shape) if can_capture else None
         # The GPU copies the scheduler's tables while the host continues. Before the scheduler writes them again, the
         # host has waited for this step's tokens, so the copy is complete.
         pinned = self.device.type == "cuda"
@@ -40,7 +41,7 @@ class Decoder:
     def begin(self) -> None:
         """Begins rounds between which the weights stay where they are."""
         if self._graphs is not None:
-            self._graphs.keep_for(self.model)
+            self._graphs.keep_for(self.model, self.copies)
 
     def round(
         self,

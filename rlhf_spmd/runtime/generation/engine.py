@@ -31,7 +31,7 @@ from rlhf_spmd.kernels.sample import Sampled, sample
 from rlhf_spmd.kernels.sample_shard import sample_shard
 from rlhf_spmd.model.fast_attributes import fast_attributes
 from rlhf_spmd.model.linear import Copies, sum_bytes
-from rlhf_spmd.model.parallel import Parallel, vocabulary_of
+from rlhf_spmd.model.parallel import smallest, vocabulary_of
 from rlhf_spmd.model.texts.tokenizer import has_stop
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.decoder import Decoder
@@ -92,7 +92,7 @@ class Engine:
         self._copies = Copies(model, **how, adds_adapters=adds_adapters)
         free_bytes -= sum_bytes(model) if adds_adapters else 0
         wanted = num_blocks or max_sequences * -(-longest // block_size)
-        num_blocks = _smallest(
+        num_blocks = smallest(
             blocks_that_fit(model, block_size, wanted, longest, free_bytes), self.parallel, self.device
         )
         self.cache = KVCache(model, num_blocks, block_size)
@@ -337,12 +337,3 @@ def _reach(stop: Sequence[str]) -> int:
     """Returns the number of final tokens that are searched for stop texts: a character takes at most 4 tokens (one per
     byte), and some decoders change the first characters of a text."""
     return 4 * max(map(len, stop)) + 8 if stop else 0
-
-
-def _smallest(number: int, parallel: Parallel, device: torch.device) -> int:
-    """Returns the minimum over all ranks of one copy."""
-    smallest = torch.tensor(number, device=device)
-    for group in (parallel.group, parallel.stages):
-        if group is not None:
-            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
-    return int(smallest)

@@ -15,6 +15,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import kv_attention
 from rlhf_spmd.runtime.generation import cuda_graphs
 from rlhf_spmd.runtime.generation.engine import Engine
+from rlhf_spmd.runtime.generation.kv_cache import KVCache
 from rlhf_spmd.runtime.generation.requests import Sampling
 from tests.unit.runtime.generation.test_engine import MAX_NEW, draws, make_engine, run
 from tests.unit.runtime.generation.test_rollout import make_model, make_prompts, rows
@@ -29,34 +30,45 @@ SETTINGS = {
 
 class StandIn:
     """Reads and writes the same memory at each replay, as a CUDA graph, and like one keeps no Python object alive but
-    the tensors of that memory, and not those of the weights."""
+    the tensors of that memory, and not those of the weights or of the cache. What it runs is the step of the engine
+    that asks."""
 
-    replays = 0
+    replays = captures = 0
+    step: weakref.WeakMethod
 
-    def __init__(self, step, inputs: tuple[torch.Tensor, ...]):
-        self.step, self.inputs = weakref.WeakMethod(step), inputs
-        self.addresses = self.addresses_now()
-        self.hidden_BD = step(*inputs)
+    def __init__(self, inputs: tuple[torch.Tensor, ...]):
+        type(self).captures += 1
+        self.inputs, self.addresses, self.hidden_BD = inputs, self.addresses_now(), self.step()(*inputs)
 
     def addresses_now(self) -> list[int]:
-        return [p.data_ptr() for p in self.step().__self__.model.parameters()]
+        decoder = self.step().__self__
+        stored = decoder.cache.keys_LnKsd, decoder.cache.values_LnKsd
+        return [x.data_ptr() for x in (*decoder.model.parameters(), *stored)]
 
     def replay(self) -> None:
         type(self).replays += 1
-        assert self.addresses == self.addresses_now(), "the graph reads weights that are gone"
+        assert self.addresses == self.addresses_now(), "the graph reads memory that is gone"
         self.hidden_BD.copy_(self.step()(*self.inputs))
 
 
 @pytest.fixture
 def captured(monkeypatch):
     def capture(self, step, size):
-        graph = StandIn(step, (self._tokens_B[:size], self._cached_B[:size].fill_(-1), self.tables_BM[:size]))
+        graph = StandIn((self._tokens_B[:size], self._cached_B[:size].fill_(-1), self.tables_BM[:size]))
         return graph, graph.hidden_BD
 
+    def called(self, step, *rows):
+        StandIn.step = weakref.WeakMethod(step)
+        return call(self, step, *rows)
+
+    call = cuda_graphs.Graphs.__call__
     monkeypatch.setattr(cuda_graphs, "can_capture", lambda model, device: True)
     monkeypatch.setattr(cuda_graphs.Graphs, "_capture", capture)
+    monkeypatch.setattr(cuda_graphs.Graphs, "__call__", called)
     monkeypatch.setattr(kv_attention, "heads_of", lambda *_: None)  # a CPU's short cut, which knows no padding
     monkeypatch.setattr(StandIn, "replays", 0)
+    monkeypatch.setattr(StandIn, "captures", 0)
+    monkeypatch.setattr(cuda_graphs, "OCCURRENCES", 2)  # of these short responses
 
 
 def responses(settings: dict) -> tuple[list, torch.Tensor, Engine]:
@@ -78,21 +90,23 @@ def test_tokens_with_graphs_are_those_without(settings, request):
 
 def test_prompts_have_a_pass_of_their_own(captured, monkeypatch):
     """The rows that run replay their graph in the round in which others begin."""
+    monkeypatch.setattr(cuda_graphs, "OCCURRENCES", 0)
     model = make_model()
     engine = make_engine(model, max_sequences=5, block_size=4)
-    original, found = engine.decoder.round, []
+    whole, launch, eager, found = engine.decoder.round, engine.decoder._launched, [], []
 
     def noted(tokens_B, cached_B, prompts, *others):
-        before, eager = StandIn.replays, []
-        monkeypatch.setattr(
-            engine.decoder, "_launched", lambda rows_B, *of: (eager.append(len(rows_B)), launch(rows_B, *of))[1]
-        )
-        hidden_BD = original(tokens_B, cached_B, prompts, *others)
-        found.append((len(tokens_B), len(prompts), StandIn.replays - before, eager))
+        before, eager[:] = StandIn.replays, []
+        hidden_BD = whole(tokens_B, cached_B, prompts, *others)
+        found.append((len(tokens_B), len(prompts), StandIn.replays - before, [*eager]))
         return hidden_BD
 
-    launch = engine.decoder._launched
+    def launched(tokens_B, *others):
+        eager.append(len(tokens_B))
+        return launch(tokens_B, *others)
+
     monkeypatch.setattr(engine.decoder, "round", noted)
+    monkeypatch.setattr(engine.decoder, "_launched", launched)
     run(engine, make_prompts(19), draws(19), Sampling(MAX_NEW, min_new_tokens=2))
     assert all(replays == (num_rows > 0) for num_rows, _, replays, _ in found)
     assert all(eager == [0] * (num_prompts > 0) for _, num_prompts, _, eager in found)
@@ -129,6 +143,84 @@ def test_graphs_end_with_the_weights_that_they_read(captured):
     assert rows(engine.results(numbers)[0]) == expected
 
 
+@pytest.mark.parametrize("num", [1, 8, 9, 17, 32, 33, 64, 65, 250, 256])
+def test_sizes_are_never_far_above_the_rows(num):
+    size = cuda_graphs.graph_size(num)
+    assert size in (8, 16, *range(32, 257, 32)) and num <= size < max(2 * num, 9) and size - num < 32
+    assert cuda_graphs.graph_size(size) == size
+
+
+def test_a_size_is_captured_when_it_has_occurred_often(monkeypatch):
+    """Before, a larger graph runs its rows, or none does."""
+
+    def capture(self, step, size):
+        captured.append(size)
+        return types.SimpleNamespace(replay=lambda: ran.append(size)), torch.zeros(size, 1)
+
+    def step(tokens_B, *_):
+        ran.append("eager")
+        return torch.zeros(len(tokens_B), 1)
+
+    monkeypatch.setattr(cuda_graphs.Graphs, "_capture", capture)
+    captured, ran = [], []
+    graphs = cuda_graphs.Graphs(250, 1, torch.device("cpu"))
+    for num in [100] * 10 + [20] * 9 + [140] * 2 + [5]:
+        rows_B = torch.ones(num, dtype=torch.int64)
+        assert len(graphs(step, rows_B, rows_B)) == num
+    assert captured == [128, 32]
+    assert ran == ["eager"] * 8 + [128] * 2 + [128] * 8 + [32] + ["eager"] * 2 + [32]
+
+
+def of_iterations(model, num: int, monkeypatch, *, moves: bool) -> list[int]:
+    """Returns how many graphs each iteration captures, whose engine has a cache of its own, where the one before lay or
+    elsewhere."""
+    make, places, captures = KVCache.__init__, [], []
+
+    def placed(cache, *arguments) -> None:
+        make(cache, *arguments)
+        places.append((cache.keys_LnKsd, cache.values_LnKsd))
+        cache.keys_LnKsd, cache.values_LnKsd = places[-1 if moves else 0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "__init__", placed)
+        for _ in range(num):
+            before = StandIn.captures
+            engine = make_engine(model, max_sequences=12, block_size=4, num_steps=0)
+            found, _ = run(engine, make_prompts(25), draws(25), Sampling(MAX_NEW, min_new_tokens=2))
+            captures.append(StandIn.captures - before)
+            assert found == of_iterations.expected
+            del engine
+    return captures
+
+
+def test_graphs_outlive_their_engine(request, monkeypatch):
+    """And serve the next one, if its cache lies where theirs lay."""
+    of_iterations.expected, _ = run(
+        make_engine(make_model(), max_sequences=12), make_prompts(25), draws(25), Sampling(MAX_NEW, min_new_tokens=2)
+    )
+    request.getfixturevalue("captured")
+    first, second, *later = of_iterations(make_model(), 4, monkeypatch, moves=False)
+    assert first + second == 2 and later == [0, 0], "one graph of 8 rows, one of 16"
+    model = make_model()
+    assert min(of_iterations(model, 3, monkeypatch, moves=True)) > 0
+    assert len(cuda_graphs._KEPT[model]) == cuda_graphs.KEPT < 3
+    kept = weakref.ref(next(iter(cuda_graphs._KEPT[model].values())))
+    del model
+    gc.collect()
+    assert kept() is None
+
+
+def test_engines_that_live_at_the_same_time_share_no_graph(captured):
+    model, settings = make_model(), SETTINGS["blocks of 4"] | {"num_steps": 0}
+    engines = [make_engine(model, **settings) for _ in range(2)]
+    numbers = [engine.submit(make_prompts(19), draws(19), Sampling(MAX_NEW, min_new_tokens=2)) for engine in engines]
+    for mini_batch in (slice(0, 5), slice(5, 19)):  # in turn
+        for engine, requests in zip(engines, numbers, strict=True):
+            engine.run(requests[mini_batch])
+    found = [rows(engine.results(requests)[0]) for engine, requests in zip(engines, numbers, strict=True)]
+    assert found[0] == found[1] == responses({"max_sequences": 19})[0]
+
+
 class Graph:
     """Captures nothing; its end fails."""
 
@@ -146,6 +238,7 @@ def graphs(monkeypatch) -> cuda_graphs.Graphs:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(cuda_graphs, "OCCURRENCES", 0)
     return cuda_graphs.Graphs(3, 1, torch.device("cpu"))
 
 
