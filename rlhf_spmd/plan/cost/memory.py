@@ -1,14 +1,14 @@
 """Bytes that a rank needs: what it holds throughout an iteration, and the most that a call needs in addition.
 
 Mixed precision as the files of runtime/engines/ lay it out (ZeRO, arXiv 1910.02054, section 3): with p
-parameters in a rank's shard and c bytes per weight in the compute precision, a trained model holds c*p weights,
-float32 gradients, two AdamW moments in float32, and, if c < 4, float32 master weights. Stage 2 has gradients during a
-step only: those of its part, of a weight before they are sent, and of buckets under way, or whole ones if it adds up
-several micro-batches. Stage 3 is DeepSpeed's (measured with 0.19.8, tests/mpi/test_allocations.py): it has float32
-masters in any precision, and gradients of its part and the buffer in which it reduces them.
+parameters in a rank's shard and c bytes per weight in the compute precision, a trained model holds c*p weights, two
+AdamW moments in float32, and, if c < 4, float32 master weights; during a step float32 gradients. Stage 2 has those of
+its part, of a weight before they are sent, and of buckets under way, or whole ones if it adds up several micro-batches.
+Stage 3 is DeepSpeed's (measured with 0.19.8, tests/mpi/test_allocations.py): it has float32 masters in any precision,
+and always gradients of its part and the buffer in which it reduces them.
 
 A model with adapters holds c*p weights of its base, which models may have in common, and for each of its a numbers of
-adapters 4 bytes of itself, of its gradient and of each moment. If it generates with copies of its weights that have the
+adapters 4 bytes of itself and of each moment, and of its gradient during a step. If it generates with copies of its weights that have the
 adapters in them, these are there during the call.
 """
 
@@ -27,8 +27,9 @@ from rlhf_spmd.plan.program.tensors import frozen_weights_of, numbers_in, traine
 from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
-STATIC = ("weights", "gradients", "optimizer", "offloaded")
-WORKING = ("gathered", "buckets", "reduced", "activations", "KV cache", "copies with adapters", "rows")
+STATIC = ("weights", "kept gradients", "optimizer", "offloaded")
+GENERATING = ("KV cache", "copies with adapters")
+WORKING = ("gathered", "buckets", "gradients", "activations", *GENERATING, "beside training", "rows")
 REDUCE_NUMEL = 50_000_000  # numbers in DeepSpeed's communication buffers, if no weight is larger
 BUCKET_NUMEL = 1 << 24  # numbers that the own engine sends at a time: enough for bandwidth, little to wait in memory
 CHUNK_BYTES, MOST_CHUNKS = 32 * 2**20, 24  # as in kernels/token_logprobs.py
@@ -80,8 +81,8 @@ def _largest(shape: ModelShape, shard: Shard) -> int:
 
 
 def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, trains: bool) -> dict[str, int]:
-    """Returns the bytes of a rank that depend on the ZeRO stage of a layout: permanent ("weights", "gradients",
-    "optimizer") and needed during a call ("gathered", "reduced").
+    """Returns the bytes of a rank that depend on the ZeRO stage of a layout: permanent ("weights", "kept
+    gradients", "optimizer") and needed during a call ("gathered", "gradients").
 
     params: of the rank's shard.
     numel: its `reduce_numel`.
@@ -91,14 +92,14 @@ def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, tr
     weights = number_bytes * (part if zero == 3 else params)
     if not trains:
         return {"weights": weights}
-    gradients = {2: 0, 3: part + numel}.get(zero, params)
+    in_step = {2: part + numel, 3: 0}.get(zero, params)  # gradients
     moments = 12 if number_bytes < 4 or zero == 3 else 8  # two, and float32 master weights
     return {
         "weights": weights,
-        "gradients": 4 * gradients,
+        "kept gradients": 4 * (part + numel) if zero == 3 else 0,
         "optimizer": moments * (part if zero else params),
         "gathered": number_bytes * min(params, LIVE_NUMEL) if zero == 3 else 0,
-        "reduced": 4 * (part + numel) if zero == 2 else 0,
+        "gradients": 4 * in_step,
     }
 
 
@@ -119,7 +120,7 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
     for model in program.trained(rank):
         (training,) = (layouts[call.name] for call in workload.workflow.train_calls if call.model == model)
         stays = _zero_bytes(workload, model, training, training.shard(rank), trains=True)
-        for kind in ("weights", "gradients", "optimizer"):
+        for kind in ("weights", "kept gradients", "optimizer"):
             total[kind] += stays[kind]
         if model in workload.bases:
             total["weights"] += base_bytes(model, training.shard(rank))
@@ -138,8 +139,8 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
 
 def call_bytes(program: Program, call: ModelCall, rank: int) -> dict[str, int]:
     """Returns bytes that a call needs on a rank beside `static_bytes`, by kind: what ZeRO 3 gathers or what comes from
-    host memory, gradients that ZeRO 2 reduces, activations of training, keys and values of generation, and weights with
-    adapters in them. Empty if the call does not run there."""
+    host memory, gradients and activations of training, keys and values of generation, and weights with adapters in
+    them. Empty if the call does not run there."""
     workload, layout = program.workload, program.placement.layouts[call.name]
     if rank not in layout.ranks or workload.models[call.model] is None:
         return {}
@@ -198,6 +199,8 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
     total["KV cache"] = most_alive_bytes(program, rank, cache_bytes)
     if program.workload.adds_adapters:
         total["copies with adapters"] = most_alive_bytes(program, rank, copied_bytes)
+    if trains_beside_cache(program, rank):
+        total["beside training"] = sum(total[kind] for kind in GENERATING)
     total["rows"] = rows_bytes(program, rank)
     return total
 
@@ -263,6 +266,19 @@ def caches_alive(program: Program, rank: int) -> dict[str, list[str]]:
     }
 
 
+def trains_beside_cache(program: Program, rank: int) -> bool:
+    """Returns whether a rank trains a model while a KV cache is alive there, which needs streaming."""
+    generates = program.workload.workflow.generate_calls
+    if not program.placement.streams(program.workload) or not any(
+        rank in program.placement.layouts[call.name].ranks for call in generates
+    ):
+        return False
+    kinds = {call.name: call.kind for call in program.workload.workflow.calls}
+    steps = program.instructions[rank] if program.instructions else ()
+    runs = "".join(kinds[step.call][0] for step in steps if isinstance(step, Run))
+    return "t" in runs[runs.find("g") : runs.rfind("g")]
+
+
 def _zero_bytes(workload: Workload, model: str, layout: Layout, shard: Shard, *, trains: bool) -> dict[str, int]:
     shape = workload.shape(model)
     if trains and shape.adapters is not None:  # without its base
@@ -275,8 +291,8 @@ def _zero_bytes(workload: Workload, model: str, layout: Layout, shard: Shard, *,
 def peak_bytes(static: dict[str, int], working: dict[str, int]) -> int:
     """Returns the most that a rank's device holds at one time: calls run one after another, transfers and rows beside
     them."""
-    generating = working["KV cache"] + working["copies with adapters"]
-    calls = working["gathered"] + max(working["activations"] + working["reduced"], generating)
+    training = working["activations"] + working["gradients"] + working["beside training"]
+    calls = working["gathered"] + max(training, sum(working[kind] for kind in GENERATING))
     return sum(static.values()) - static["offloaded"] + calls + working["buckets"] + working["rows"]
 
 
@@ -312,7 +328,8 @@ def room(program: Program, call: Generate, rank: int, resident: Program | None =
     static, working = static_bytes(resident or program, rank), working_bytes(program, rank)
     if peak_bytes(static, working) <= limit:
         return workload.max_sequences
-    free = limit - peak_bytes(static, working | {"KV cache": 0, "activations": 0, "reduced": 0})
+    sleeping = () if working["beside training"] else ("activations", "gradients")
+    free = limit - peak_bytes(static, working | dict.fromkeys(("KV cache", "beside training", *sleeping), 0))
     alive = len(caches_alive(program, rank).get(call.name, (call.name,)))  # without instructions, its own
     number = free // alive // sequence_bytes(workload, call, program.placement.layouts[call.name], rank)
     return max(1, min(workload.max_sequences, number))
@@ -419,5 +436,6 @@ def least_bytes(program: Program, rank: int, resident: Program | None = None) ->
     """Returns the least bytes that a rank's device must hold: its peak with the smallest KV cache. resident: the
     program whose models are in memory all the time; None: this one."""
     least = most_alive_bytes(program, rank, sequence_bytes)
-    static = static_bytes(resident or program, rank)
-    return peak_bytes(static, working_bytes(program, rank) | {"KV cache": least})
+    static, working = static_bytes(resident or program, rank), working_bytes(program, rank)
+    beside = least + working["copies with adapters"] if working["beside training"] else 0
+    return peak_bytes(static, working | {"KV cache": least, "beside training": beside})

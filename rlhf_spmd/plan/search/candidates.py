@@ -74,7 +74,7 @@ class Candidate:
     static_bytes: int = 0
     base_bytes: int = 0
     gathered_bytes: int = 0
-    reduced_bytes: int = 0
+    gradient_bytes: int = 0
     activation_bytes: int = 0
     cache_bytes: int = 0
     ranks: tuple[int, ...] = field(init=False)
@@ -105,7 +105,7 @@ class Candidate:
     def costs(self) -> tuple[float, ...]:
         """All costs; a candidate that is lower in one and higher in none is always better."""
         seconds = self.seconds, self.piece_s, self.gather_s
-        in_calls = self.gathered_bytes, self.reduced_bytes, self.activation_bytes, self.cache_bytes
+        in_calls = self.gathered_bytes, self.gradient_bytes, self.activation_bytes, self.cache_bytes
         return *seconds, self.static_bytes, *in_calls
 
 
@@ -165,8 +165,8 @@ class CallCosts:
             options["base_bytes"] = c * max(sum(dict(base_sizes(shape, shard)).values()) for shard in shards)
         if trains:
             options |= {
-                "static_bytes": taken["weights"] + taken["gradients"] + taken["optimizer"],
-                "reduced_bytes": taken["reduced"],
+                "static_bytes": taken["weights"] + taken["kept gradients"] + taken["optimizer"],
+                "gradient_bytes": taken["gradients"],
                 "activation_bytes": self._activation_bytes(call, layout),
                 "gathered_bytes": taken["gathered"],
             }

@@ -67,7 +67,7 @@ class Left:
             free = -inf if only_trains else free  # the ranks that train have no other calls
             left.free_bytes += [free] * (stop - first)
             left.gathered_bytes += [parts.gathered] * (stop - first)
-            left.activation_bytes += [max(parts.activations, parts.cache - parts.reduced)] * (stop - first)
+            left.activation_bytes += [max(parts.activations, parts.cache - parts.gradients)] * (stop - first)
             left.segments.append((first, stop, free, free + parts.gathered))
         return left
 

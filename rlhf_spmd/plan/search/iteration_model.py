@@ -32,14 +32,14 @@ class Parts(NamedTuple):
 
     resident: float
     gathered: float
-    reduced: float
+    gradients: float
     activations: float
     cache: float
 
     @property
     def peak(self) -> float:
         """The most that a rank needs at one time, as memory.peak_bytes adds it up."""
-        return self.resident + self.gathered + max(self.activations + self.reduced, self.cache)
+        return self.resident + self.gathered + max(self.activations + self.gradients, self.cache)
 
 
 class CallModel:
@@ -365,7 +365,7 @@ class CallModel:
 
         stream: generate calls alternate, so all their caches live at the same time; else one after another.
         """
-        static, gathered, reduced, activations, cache = self.rows_bytes, 0, 0, 0, 0
+        static, gathered, gradients, activations, cache = self.rows_bytes, 0, 0, 0, 0
         bases: dict[Base, int] = {}
 
         def held(one: Candidate, index: int) -> int:
@@ -380,7 +380,7 @@ class CallModel:
             trains_here = training is not None and training.first <= place < training.stop
             if train is not None and training is not None and trains_here:
                 static += held(training, train)
-                gathered, reduced = max(gathered, training.gathered_bytes), max(reduced, training.reduced_bytes)
+                gathered, gradients = max(gathered, training.gathered_bytes), max(gradients, training.gradient_bytes)
                 activations = max(activations, training.activation_bytes)
             copies, buckets = set(), 0
             for user in users:
@@ -403,7 +403,7 @@ class CallModel:
                     copies.add(one.copy)
                     static += held(one, user)
             static += buckets
-        return Parts(static + sum(bases.values()), gathered, reduced, activations, cache)
+        return Parts(static + sum(bases.values()), gathered, gradients, activations, cache)
 
     def _consistent(self, chosen: Assignment) -> bool:
         """Returns whether all calls of each frozen model keep its weights alike, and one ahead training has ranks of

@@ -12,7 +12,7 @@ from rlhf_spmd.plan.search.exact import Choice, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.priors import around, least_full, least_memory, least_static, on_meshes, priors
 
-PARTS = ("resident", "gathered", "reduced", "activations", "KV cache")  # as in iteration_model.Parts
+PARTS = ("resident", "gathered", "gradients", "activations", "KV cache")  # as in iteration_model.Parts
 
 
 def roomiest(space: Space, budget: Budget) -> Choice | None:

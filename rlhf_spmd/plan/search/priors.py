@@ -106,7 +106,7 @@ def least_full(
 
 def least_memory(one: Candidate) -> tuple[float, ...]:
     """Sorts candidates by the memory that they need, all kinds together."""
-    working = one.gathered_bytes + one.reduced_bytes + one.activation_bytes + one.cache_bytes
+    working = one.gathered_bytes + one.gradient_bytes + one.activation_bytes + one.cache_bytes
     return one.static_bytes + working, one.seconds
 
 

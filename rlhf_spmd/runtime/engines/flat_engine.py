@@ -10,7 +10,7 @@ and stages that share a weight then sum these sums. For the norm, each replica a
 ZeRO 1 (arXiv 1910.02054, section 5.1) shards the optimizer's state and float32 masters: each data-parallel rank updates
 its parts of the flat weights, then the parts are all-gathered. At stage 0 the parts of the gradients are all-gathered
 instead, and every rank makes the updates of all. Stage 2 sends buckets while backward runs, and keeps only parts
-(part_sums.py).
+(part_sums.py). Gradients have memory during a step only: between steps generation and other models need it.
 """
 
 import math
@@ -78,22 +78,17 @@ class FlatEngine:
         parts = [bucket.parts(replicas) for bucket in layout.buckets]
         self._own = [of_bucket[rank] for of_bucket in parts]  # this rank's part of each bucket
         self._shards = options.zero > 0 and replicas > 1
+        self._gradient: Tensor | None = None  # of a step that is under way, as the following
+        self._views: list[Tensor] = []  # of each weight
+        self._parts: list[Tensor] = []  # this rank's
         self._part_sums: PartSums | None = None
         if groups.data is not None and options.zero == 2:
-            self._parts: list[Tensor] = []  # of a step that is under way
             self._part_sums = PartSums(layout, groups.data, self._parts, each=options.sums_each_pass)
-        else:
-            self._gradient = torch.zeros(layout.numel, **of_wide)
-            self._parts = [self._gradient[part] for part in self._own]
-            for p, g in zip(layout.weights, layout.views(self._gradient), strict=True):
-                if wide == dtype:
-                    p.grad = g  # backward adds in place
-                else:
-                    p.register_post_accumulate_grad_hook(lambda p, g=g: move_gradient(p, g))
+        elif wide != dtype:
+            for index, p in enumerate(layout.weights):
+                p.register_post_accumulate_grad_hook(lambda p, index=index: move_gradient(p, self._views[index]))
         self._updated = self._own if self._shards else [part for of_bucket in parts for part in of_bucket]
         self.masters = [nn.Parameter(self._flat_weights[part].to(wide)) for part in self._updated]
-        if self._part_sums is None:
-            self._give([self._gradient[part] for part in self._updated])
         without_decay = [
             (place, slice(offset, offset + stop - start))
             for place, part in enumerate(self._updated)
@@ -111,13 +106,28 @@ class FlatEngine:
     # ---- an optimizer step, see TrainEngine -------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Zeroes the gradients."""
+        """Makes the gradients, which are 0."""
         if self._part_sums is not None:
             sizes = [part.stop - part.start for part in self._own]
             self._parts[:] = self.masters[0].new_zeros(sum(sizes)).split(sizes)
             self._give(self._parts)
-        else:
-            self._gradient.zero_()
+            return
+        self._gradient = gradient = self.masters[0].new_zeros(self._layout.numel)
+        self._views = self._layout.views(gradient)
+        self._parts[:] = (gradient[part] for part in self._own)
+        self._give(gradient[part] for part in self._updated)
+        if gradient.dtype == self._flat_weights.dtype:
+            for p, view in zip(self._layout.weights, self._views, strict=True):
+                p.grad = view  # to which backward adds in place
+
+    def _free_gradients(self) -> None:
+        """Frees what `begin` has made."""
+        self._gradient = None
+        self._views.clear()
+        self._parts.clear()
+        self._give(repeat(None))
+        for p in self._layout.weights:
+            p.grad = None
 
     def forward(self, through: Through) -> Tensor:
         """Implements `TrainEngine.forward`."""
@@ -138,14 +148,12 @@ class FlatEngine:
         grad_norm = self._norm()
         if not math.isfinite(grad_norm):
             return grad_norm
-        if not self._shards:
+        if not self._shards and self._gradient is not None:
             self._gather(self._gradient)
         if self._max_grad_norm is not None and grad_norm > self._max_grad_norm:
             torch._foreach_mul_([master.grad for master in self.masters], self._max_grad_norm / (grad_norm + 1e-6))
         self._adamw.step(lr=lr)
-        if self._part_sums is not None:  # other models may need the memory until the next step
-            self._parts.clear()
-            self._give(repeat(None))
+        self._free_gradients()
         self.publish()
         return grad_norm
 
@@ -154,7 +162,7 @@ class FlatEngine:
         get equal bits."""
         if self._part_sums is not None:
             self._part_sums.finish()
-        elif self._groups.data is not None:
+        elif self._groups.data is not None and self._gradient is not None:
             sender = Sender(self._groups.data, self._parts, adds=False)
             for index, bucket in enumerate(self._layout.buckets):
                 sender.send(index, self._gradient[bucket.interval])
