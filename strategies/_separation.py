@@ -28,6 +28,7 @@ class Options:
     ahead: int = 0
     zero: int = 0  # ZeRO stage of the models in training
     recompute: bool = False  # compute activations again in the backward pass instead of keeping them
+    offload_optimizer: bool = False  # keep the optimizer's states in host memory; each part comes for its update
     micro_batch: int | None = None  # number of sequences per forward pass; None: the option micro_batch
     tokens: int | None = None  # limit on the tokens of a forward pass, instead of micro_batch; None: no limit
 
@@ -40,7 +41,7 @@ def separated(
     training = Layout.grid_of(training_ranks, pp=options.training_pp, tp=options.training_tp, **limits)
     return Placement.separated(
         workload,
-        replace(training, zero=options.zero, recompute=options.recompute),
+        replace(training, zero=options.zero, recompute=options.recompute, offload=options.offload_optimizer),
         Layout.grid_of(other_ranks, pp=options.generation_pp, tp=options.generation_tp, **limits),
         ratios=options.ratios,
         in_flight=options.in_flight,

@@ -22,6 +22,8 @@ def place(
     zero: int = 0,
     tp: int = 1,
     recompute: bool = False,
+    offload: bool = False,
+    offload_optimizer: bool = False,
     micro_batch: int | None = None,
     tokens: int | None = None,
 ) -> Placement:
@@ -30,19 +32,21 @@ def place(
     zero: ZeRO stage of the models that train; 3 also shards the weights of the others.
     tp: tensor-parallel size of models that generate, and of those that do not train; training stays data-parallel.
     recompute: compute activations again in the backward pass instead of keeping them.
+    offload: keep models that do not train in host memory between their calls.
+    offload_optimizer: keep the optimizer's states in host memory, from where each part comes for its update.
     micro_batch: number of sequences per forward pass; None: the option micro_batch.
     tokens: limit on the tokens of a forward pass, in place of micro_batch; None: no limit.
     """
     limits: Limits = {"micro_batch": micro_batch, "tokens": tokens}
     trained = Layout.data_parallel(cluster.ranks, zero=zero, **limits)
     home = trained if tp == 1 else Layout.grid_of(cluster.ranks, tp=tp, **limits)
-    frozen = Layout.grid_of(cluster.ranks, tp=tp, zero=3 if zero == 3 else 0, **limits)
+    frozen = Layout.grid_of(cluster.ranks, tp=tp, zero=3 if zero == 3 else 0, offload=offload, **limits)
     alone = Layout.data_parallel(cluster.ranks, **limits)  # a reward function has no weights to split
     generating = {call.model for call in workload.workflow.generate_calls}
     layouts = {}
     for call in workload.workflow.placed_calls:
         if call.kind == "train":
-            layouts[call.name] = replace(trained, recompute=recompute)
+            layouts[call.name] = replace(trained, recompute=recompute, offload=offload_optimizer)
         elif workload.models[call.model] is None:
             layouts[call.name] = alone
         elif workload.workflow.train_call(call.model) is None:

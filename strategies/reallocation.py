@@ -25,6 +25,7 @@ def place(
     zero: int = 0,
     recompute: bool = False,
     offload: bool = False,
+    offload_optimizer: bool = False,
     micro_batch: int | None = None,
     tokens: int | None = None,
 ) -> Placement:
@@ -42,6 +43,7 @@ def place(
     zero: ZeRO stage of the models in training.
     recompute: compute activations again in the backward pass instead of keeping them.
     offload: keep the reference and the reward model in host memory between their calls.
+    offload_optimizer: keep the optimizer's states in host memory, from where each part comes for its update.
     micro_batch: number of sequences per forward pass; None: the option micro_batch.
     tokens: limit on the tokens of a forward pass, instead of micro_batch; None: no limit.
     """
@@ -50,7 +52,9 @@ def place(
     if training_tp is None:
         training_tp = workload.largest_tp(cluster, pp=training_pp)
     inference_tp = training_tp if inference_tp is None else inference_tp
-    training = Layout.grid_of(ranks, pp=training_pp, tp=training_tp, zero=zero, recompute=recompute, **limits)
+    training = Layout.grid_of(
+        ranks, pp=training_pp, tp=training_tp, zero=zero, recompute=recompute, offload=offload_optimizer, **limits
+    )
     generation = Layout.grid_of(ranks, pp=generation_pp, tp=generation_tp)
     inference = Layout.grid_of(ranks, pp=inference_pp, tp=inference_tp, **limits)
     frozen = Layout.grid_of(ranks, pp=inference_pp, tp=inference_tp, offload=offload, **limits)

@@ -5,7 +5,7 @@ what TRL is then given.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,12 @@ class Taken:
 class SGD:
     """Stands in for AdamW in an engine."""
 
-    def __init__(self, masters: list[Tensor]):
-        self._optimizer = torch.optim.SGD(masters, lr=1.0)
+    def __init__(self, states: list[dict[str, Tensor]]):
+        self._states = states
 
-    def step(self, *, lr: float) -> None:
-        assert lr == 1.0
-        self._optimizer.step()
+    def step(self, gradients: Sequence[Tensor], *, lr: float) -> None:
+        for state, gradient in zip(self._states, gradients, strict=True):
+            state["master"].sub_(gradient, alpha=lr)
 
 
 def one_step(case: Case, words: list[str], *, seed: int = 3, wide: bool = False) -> Taken:
@@ -67,7 +67,7 @@ def one_step(case: Case, words: list[str], *, seed: int = 3, wide: bool = False)
         config = dataclasses.replace(config, dtype="float64")
         run = RunOf(config, program=compiled(config))
         engine = run.job.models.engines[case.role]
-        engine._adamw = SGD(engine.masters)
+        engine._adamw = SGD(engine._adamw.states)
         with widened() if wide else nullcontext():
             metrics = run.iteration()
     loss, rows = ("loss", given_rows(run)) if case.rows else ("policy_loss", generated_rows(run))

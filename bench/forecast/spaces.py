@@ -41,6 +41,7 @@ def reals_space(workload: Workload) -> Allowed:
         return (
             width <= NODE
             and layout.recompute
+            and not layout.offload
             and layout.zero == (layout.dp > 1)
             and rows >= number
             and layout.micro_batch == rows // number

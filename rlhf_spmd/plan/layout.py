@@ -58,7 +58,8 @@ class Layout:
     micro_batch: sequences per forward on one data-parallel shard; None takes the workload's.
     tokens: alternatively, the most tokens per forward (one sequence at least).
     recompute: training keeps only the input of each layer and recomputes its activations in the backward pass.
-    offload: the weights of a frozen model stay in host memory between its calls.
+    offload: the weights of a frozen model stay in host memory between its calls; of a call that trains, the optimizer's
+        states, from where each part comes for its update.
     """
 
     ranks: tuple[int, ...]

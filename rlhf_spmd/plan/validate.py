@@ -188,8 +188,12 @@ def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iter
     if workload.workflow.train_call(model) is None and shape.adapters is not None and leaves_device(layout):
         text = f"{model} is frozen and its folder holds adapters, beside which the base has to stay on the device"
         yield f"{text}; drop ZeRO 3 and offload here, or merge them: convert FOLDER MERGED --merge"
-    if layout.offload and workload.workflow.train_call(model):
-        yield f"offload is for frozen models, and {model} trains; drop it here"
+    if layout.offload and workload.workflow.train_call(model) and not isinstance(call, Train):
+        yield f"offload is for frozen models and for training, and {model} trains elsewhere; drop it here"
+    if layout.offload and isinstance(call, Train) and (layout.zero == 3 or shape.adapters is not None):
+        why = "by DeepSpeed, keeps" if layout.zero == 3 else "with adapters has few"
+        name = "ZeRO 3" if layout.zero == 3 else model
+        yield f"{name} {why} the optimizer's states on the device; drop offload here"
 
 
 def _zero_problems(placement: Placement, workload: Workload) -> Iterator[tuple[str, str]]:

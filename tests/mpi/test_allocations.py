@@ -135,6 +135,7 @@ GRIDS = {
     "dp": everywhere(),
     "dp zero 1": everywhere(zero=1),
     "dp zero 2": everywhere(zero=2),
+    "dp zero 1 offload": everywhere(zero=1, offload=True),
     "dp zero 3": everywhere(zero=3, frozen={"zero": 3}),
     "tp2": everywhere(tp=2),
     "tp2 zero 1": everywhere(tp=2, zero=1),

@@ -1,10 +1,12 @@
-"""ZeRO stages that give the same bits: weights, norms and optimizer state after some steps, in buckets of any size.
+"""ZeRO stages that give the same bits: weights, norms and optimizer state after some steps, in buckets of any size,
+with states on the device and in host memory.
 
 python tests/run_mpi.py 4 -- tests/mpi/test_zero_stages.py
 python tests/run_mpi.py --backend ordered 4 -- tests/mpi/test_zero_stages.py
 """
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
@@ -57,16 +59,20 @@ def test_stages_and_buckets(job, group, num_micro, dtype, monkeypatch):
     found = {}
     for size in (SEVERAL, ONE):
         monkeypatch.setattr(flat_layout, "BUCKET_NUMEL", size)
-        for stage in STAGES:
-            trainee = Trainee(job, group, stage, clip=CLIP, num_micro=num_micro, dtype=dtype, **LATE)
+        for stage, offload in product(STAGES, (False, True) if size == SEVERAL else (False,)):
+            options = LATE | {"dtype": dtype, "offload": offload}
+            trainee = Trainee(job, group, stage, clip=CLIP, num_micro=num_micro, **options)
             for step in range(3):
                 trainee.step(step)
             if trainee.inside:
                 assert min(trainee.run.norms) > CLIP
                 assert (len(trainee.engine._layout.buckets) > 3) == (size == SEVERAL)
-                found[size, stage] = After.of(trainee.engine, trainee.run.norms)
-    for (size, _), after in found.items():
-        after.assert_equal(found[size, 0])
+                assert trainee.engine._gradient is None and not any(
+                    p.grad is not None for p in trainee.engine.model.parameters()
+                )
+                found[size, stage, offload] = After.of(trainee.engine, trainee.run.norms)
+    for (size, *_), after in found.items():
+        after.assert_equal(found[size, 0, False])
 
 
 GRIDS = {  # of 4 ranks: options of the layout, then of the run

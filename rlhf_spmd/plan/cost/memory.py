@@ -7,6 +7,8 @@ its part, of a weight before they are sent, and of buckets under way, or whole o
 Stage 3 is DeepSpeed's (measured with 0.19.8, tests/mpi/test_allocations.py): it has float32 masters in any precision,
 and always gradients of its part and the buffer in which it reduces them.
 
+With `offload`, moments and master weights are in host memory; during an update parts of them are on the device.
+
 A model with adapters holds c*p weights of its base, which models may have in common, and for each of its a numbers of
 adapters 4 bytes of itself and of each moment, and of its gradient during a step. If it generates with copies of its weights that have the
 adapters in them, these are there during the call.
@@ -21,7 +23,7 @@ from rlhf_spmd.plan.adapters import WITH_ONE_INPUT, B
 from rlhf_spmd.plan.calls import Generate, ModelCall, Train, trains
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import leaves_device, ranks_of, weights_layout
-from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program, Run, keys_made, keys_read, merged
+from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Load, Offload, Program, Run, keys_made, keys_read, merged
 from rlhf_spmd.plan.program.pipeline import largest_number, pass_bytes
 from rlhf_spmd.plan.program.tensors import frozen_weights_of, numbers_in, trained_weights_of, weights_of
 from rlhf_spmd.plan.shard import Shard, split
@@ -99,7 +101,7 @@ def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, tr
         "kept gradients": 4 * (part + numel) if zero == 3 else 0,
         "optimizer": moments * (part if zero else params),
         "gathered": number_bytes * min(params, LIVE_NUMEL) if zero == 3 else 0,
-        "gradients": 4 * in_step,
+        "gradients": 4 * in_step + (2 * moments * min(params, BUCKET_NUMEL) // layout.dp if layout.offload else 0),
     }
 
 
@@ -121,7 +123,7 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
         (training,) = (layouts[call.name] for call in workload.workflow.train_calls if call.model == model)
         stays = _zero_bytes(workload, model, training, training.shard(rank), trains=True)
         for kind in ("weights", "kept gradients", "optimizer"):
-            total[kind] += stays[kind]
+            total["offloaded" if training.offload and kind == "optimizer" else kind] += stays[kind]
         if model in workload.bases:
             total["weights"] += base_bytes(model, training.shard(rank))
     for (model, shard), calls in program.copies(rank).items():
@@ -151,7 +153,7 @@ def call_bytes(program: Program, call: ModelCall, rank: int) -> dict[str, int]:
     kept = weights_layout(call, rank, workload, program.placement)
     taken = {"gathered": 0}
     if layout.offload:
-        taken["gathered"] = workload.param_bytes * num_params(workload.shape(call.model), layout.shard(rank))
+        taken["gathered"] = _zero_bytes(workload, call.model, layout, layout.shard(rank), trains=False)["weights"]
     elif kept.zero == 3 and kept.dp > 1:
         taken["gathered"] = gathered_bytes(workload, call, layout, rank)
     if isinstance(call, Generate):
@@ -196,6 +198,7 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
     for call in program.workload.workflow.placed_calls:
         for kind, num_bytes in call_bytes(program, call, rank).items():
             total[kind] = max(total[kind], num_bytes)
+    total["gathered"] = max(total["gathered"], loaded_bytes(program, rank))
     total["KV cache"] = most_alive_bytes(program, rank, cache_bytes)
     if program.workload.adds_adapters:
         total["copies with adapters"] = most_alive_bytes(program, rank, copied_bytes)
@@ -264,6 +267,24 @@ def caches_alive(program: Program, rank: int) -> dict[str, list[str]]:
         call: [name for name, other in lives.items() if other[0] <= mine[-1] and mine[0] <= other[-1]]
         for call, mine in lives.items()
     }
+
+
+def loaded_bytes(program: Program, rank: int) -> int:
+    """Returns the most bytes of weights from host memory that a rank has at one time."""
+    sizes: dict[str, int] = {}
+    for call in program.workload.workflow.placed_calls:
+        layout = program.placement.layouts[call.name]
+        if layout.offload and rank in layout.ranks and not isinstance(call, Train):
+            sizes[call.model] = call_bytes(program, call, rank)["gathered"]
+    loaded: set[str] = set()
+    most = 0
+    for step in program.instructions[rank] if sizes and program.instructions else ():
+        if isinstance(step, Load):
+            loaded.add(step.model)
+        elif isinstance(step, Offload):
+            loaded.discard(step.model)
+        most = max(most, sum(sizes[model] for model in loaded))
+    return most
 
 
 def trains_beside_cache(program: Program, rank: int) -> bool:

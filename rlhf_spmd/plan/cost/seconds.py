@@ -194,15 +194,18 @@ class Cost:
         return RINGS[sent.kind] * all_gather_s(link, num_ranks, sent.num_bytes)
 
     def update_s(self, model: str, layout: Layout, rank: int, num_passes: int) -> float:
-        """Returns seconds of the messages of an optimizer step (step_messages.py), and of AdamW."""
+        """Returns seconds of the messages of an optimizer step (step_messages.py), and of AdamW, whose states come from
+        host memory and go back if they are offloaded."""
         params = num_trained(self.workload.shape(model), layout.shard(rank))
         mine = params / layout.dp if layout.zero else params
         sent = step_messages(self.workload, model, layout, rank, num_passes)
         sent_s = sum(one.number * self.collective_s(one) for one in sent)
+        away = layout.offload * (8 + 4 * (self.workload.param_bytes < 4))  # bytes of each weight in host memory
+        moved_s = away * mine / self.device(rank).host_bytes_per_s
         if (table := self.table(model, layout, rank)) is not None:
             moments_s = 2 * all_gather_s(self.link(layout.ranks), len(layout.ranks), MOMENTS_BYTES)
-            return moments_s + sent_s + table.update.at(mine)
-        return sent_s + STATE_BYTES * mine / self.device(rank).memory_bytes_per_s
+            return moments_s + sent_s + max(moved_s, table.update.at(mine))
+        return sent_s + max(moved_s, STATE_BYTES * mine / self.device(rank).memory_bytes_per_s)
 
     def generate_s(
         self, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int, parts: int = 1

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import count
 from math import isclose
 
+from rlhf_spmd.plan.calls import Compute
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Message, Post, Program, Run, Wait
 from rlhf_spmd.plan.program.pipeline import expand, usual_number
 
@@ -94,6 +95,7 @@ class _Simulation:
         self.left: dict[tuple[int, int], int] = {}  # rank, transfer -> messages that have not started
         self.latest: dict[tuple[int, int], float] = {}  # rank, transfer -> when the last of its messages ends
         self.waiting: set[tuple[int, int]] = set()  # rank, transfer
+        self.loaded: dict[tuple[int, str], float] = defaultdict(float)  # rank, model -> when its weights have come
         self.sends_from: dict[tuple[bool, int], float] = defaultdict(float)  # through host, rank -> when it is free
         self.receives_from: dict[tuple[bool, int], float] = defaultdict(float)
 
@@ -138,8 +140,10 @@ class _Simulation:
             first = iteration * len(self.program.transfers)  # number of the iteration's first transfer
             if isinstance(instruction, Post) and iteration >= 0:
                 self._post(rank, first + instruction.transfer)
+            if isinstance(instruction, Load):
+                self.loaded[rank, instruction.model] = self.now + self.times.load_s(rank, instruction)
             late = self.chained and isinstance(instruction, Agree) and instruction.delay
-            if isinstance(instruction, Post) or late or iteration < 0:
+            if isinstance(instruction, Post | Load) or late or iteration < 0:
                 self.spans[rank].append((self.now, self.now))
                 continue
             if isinstance(instruction, Wait) and not self.program.moves_weights(instruction):
@@ -173,6 +177,11 @@ class _Simulation:
         """Begins an instruction that all its ranks have reached."""
         if not isinstance(instruction, Run):
             self.at(self.now + self._length_s(instruction, members), lambda: self._end(members))
+            return
+        call = self.program.workload.workflow.call(instruction.call)
+        loaded_s = 0.0 if isinstance(call, Compute) else max(self.loaded[rank, call.model] for rank in members)
+        if loaded_s > self.now:
+            self.at(loaded_s, lambda: self._begin(instruction, members))
             return
         if instruction.phase == "begin" and not any(self.nodes):
             self._pipeline(instruction, members)
@@ -230,7 +239,7 @@ class _Simulation:
                 sent_s[message.source] += took_s
                 received_s[message.destination] += took_s
             return max(*sent_s.values(), *received_s.values())
-        return self.times.load_s(members[0], instruction) if isinstance(instruction, Load) else 0.0
+        return 0.0
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 

@@ -335,7 +335,8 @@ class _Compiler:
             place_delayed(instructions, rank, delayed, by_host=by_host)
 
     def _emit_offloads(self) -> None:
-        """Emits Loads of offloaded weights before a rank's first Run with them, and Offloads after its last one."""
+        """Emits Offloads of weights after a rank's last Run with them; and Loads before the Run before its first one,
+        beside which they are loaded, unless another model is there then."""
         for rank, instructions in enumerate(self.instructions):
             for model, calls in offloaded(self.workload, self.placement, rank).items():
                 places = [
@@ -343,16 +344,22 @@ class _Compiler:
                     for i, instruction in enumerate(instructions)
                     if isinstance(instruction, Run) and instruction.call in calls
                 ]
-                if places:
-                    instructions.insert(places[-1] + 1, Offload(model))
-                    instructions.insert(places[0], Load(model))
+                if not places:
+                    continue
+                instructions.insert(places[-1] + 1, Offload(model))
+                first = places[0]
+                early = next((i for i in reversed(range(first)) if isinstance(instructions[i], Run)), first)
+                kinds = [type(one) for one in instructions[:first] if isinstance(one, Load | Offload)]
+                is_alone = kinds.count(Load) == kinds.count(Offload)
+                is_alone = is_alone and not any(isinstance(one, Offload) for one in instructions[early:first])
+                instructions.insert(early if is_alone else first, Load(model))
 
 
 def offloaded(workload: Workload, placement: Placement, rank: int) -> dict[str, tuple[str, ...]]:
-    """Returns the models that a rank keeps in host memory between calls, and the calls that use them."""
+    """Returns the frozen models that a rank keeps in host memory between calls, and the calls that use them."""
     users: dict[str, tuple[str, ...]] = {}
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]
-        if layout.offload and rank in layout.ranks:
+        if layout.offload and rank in layout.ranks and not isinstance(call, Train):
             users[call.model] = (*users.get(call.model, ()), call.name)
     return users

@@ -165,7 +165,9 @@ class CallCosts:
             options["base_bytes"] = c * max(sum(dict(base_sizes(shape, shard)).values()) for shard in shards)
         if trains:
             options |= {
-                "static_bytes": taken["weights"] + taken["kept gradients"] + taken["optimizer"],
+                "static_bytes": taken["weights"]
+                + taken["kept gradients"]
+                + (0 if layout.offload else taken["optimizer"]),
                 "gradient_bytes": taken["gradients"],
                 "activation_bytes": self._activation_bytes(call, layout),
                 "gathered_bytes": taken["gathered"],
@@ -259,7 +261,7 @@ class CallCosts:
 
     def _train_s(self, call: ModelCall, layout: Layout, mesh: Mesh) -> tuple[float, float]:
         passes_s, number = self._passes_s(call, layout, mesh, 1)
-        key = call.name, mesh.kind, layout.pp, layout.tp, layout.zero, number
+        key = call.name, mesh.kind, layout.pp, layout.tp, layout.zero, layout.offload, number
         if key not in self.updates_s:
             ranks = [layout.rank_at(0, stage, layout.tp - 1) for stage in _ends(layout)]
             self.updates_s[key] = max(self.cost.update_s(call.model, layout, rank, number) for rank in ranks)

@@ -76,7 +76,8 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
 
     Slices stay inside a node, and each has a key-value head; every shard has rows. Inference without stages has at
     least the run's rows at a time, as fewer are never better. Only train calls choose a ZeRO stage and recomputation;
-    only frozen models without adapters are offloaded or, with stage 3, spread over dp.
+    only frozen models without adapters are offloaded or, with stage 3, spread over dp. States of optimizers are only
+    offloaded where there is recomputation.
     """
     has_adapters = workload.shape(call.model).adapters is not None
     may_leave = workload.workflow.train_call(call.model) is None and not has_adapters
@@ -92,6 +93,8 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
                 for most in _micro_batches(rows):
                     for recompute in (False, True):
                         yield replace(grid, zero=zero, micro_batch=most, recompute=recompute)
+                if zero < 3 and not has_adapters:
+                    yield replace(grid, zero=zero, micro_batch=1, recompute=True, offload=True)
             continue
         sizes: Sequence[int | None] = (None,)
         if isinstance(call, Infer):

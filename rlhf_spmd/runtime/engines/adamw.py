@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rlhf_spmd.runtime.engines.host_memory import host_zeros, visits
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Interval = tuple[str, int, int]  # a parameter's name, and an interval [start, stop) of its flattened local shard
 Decaying = Literal["all", "matrices", "linear"]
@@ -28,6 +30,7 @@ class EngineOptions:
     weight_decay_on: Decaying = "all"  # the weights that it concerns, see `decays`
     max_grad_norm: float | None = 1.0  # of the global gradient; None: no clipping
     sums_each_pass: bool = True  # ZeRO 2 sums each micro-batch over ranks, instead of a step
+    offload: bool = False  # masters and moments are in host memory, from where parts come for their update; not stage 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +72,12 @@ def decays(name: str, weight: Tensor, on: Decaying) -> bool:
 
 
 class AdamW:
-    """Updates `masters` from their .grad; the moments have the dtype of the masters.
+    """Updates `masters` from gradients; the moments have the dtype of the masters.
 
     The moments are allocated at once: if allocated later, they would occupy memory of the first iteration's KV cache,
     and torch could not return that memory to the GPU.
+
+    states: of each part of the weights the master and its moments.
     """
 
     def __init__(
@@ -83,43 +88,70 @@ class AdamW:
         eps: float,
         weight_decay: float,
         bare: Iterable[tuple[int, slice]] = (),
+        weights: Sequence[Tensor] = (),
+        device: torch.device | None = None,
     ):
         """bare: the parts of masters without weight decay, in order, each as the place of a master and an interval of
-        the flattened master."""
-        self.masters = list(masters)
+        the flattened master.
+        weights: those that get the updated masters, rounded; empty: the masters are the weights.
+        device: on which the updates are made, of states in host memory; None: where the masters are.
+        """
         self._settings = dict(beta1=betas[0], beta2=betas[1], eps=eps)
-        self._parts = _parts(self.masters, list(bare), weight_decay)
-        self.begin(0)
+        self._parts = _parts(masters, list(bare), weight_decay)
+        self._weights, self._device = weights, device
+        self.states: list[dict[str, Tensor]] = [{"master": master.detach()} for master in masters]
+        self._steps = [torch.zeros((), device=device or master.device) for master in masters]
+        sizes = [master.numel() for master in masters]
+        for kind in MOMENTS:
+            if device is None:
+                values = [torch.zeros_like(state["master"]) for state in self.states]
+            else:
+                values = [*host_zeros(self, sum(sizes), masters[0].dtype, device).split(sizes)]
+            for state, value in zip(self.states, values, strict=True):
+                state[kind] = value
 
     @property
     def num_steps(self) -> int:
         return int(self._steps[0]) if self._steps else 0
 
     def begin(self, num_steps: int) -> None:
-        """Sets the number of steps and zero moments, which a resumed run then overwrites."""
-        self._steps = [torch.tensor(float(num_steps), device=master.device) for master in self.masters]
-        self.moments: list[dict[str, Tensor]] = [
-            {kind: torch.zeros_like(master, requires_grad=False) for kind in MOMENTS} for master in self.masters
-        ]
+        """Sets the number of steps; a resumed run then overwrites the states."""
+        for step in self._steps:
+            step.fill_(num_steps)
 
     @torch.no_grad()
-    def step(self, *, lr: float) -> None:
+    def step(self, gradients: Sequence[Tensor], *, lr: float) -> None:
         """Makes one step with the gradients of the masters."""
         torch._foreach_add_(self._steps, 1)
+        if self._device is None:
+            self._update(dict(enumerate(self.states)), gradients, lr)
+            return
+        kinds = ["master", *MOMENTS] if self._weights else MOMENTS
+        away = [[state[kind] for kind in kinds] for state in self.states]
+        for place, there in enumerate(visits(away, self._device)):
+            self._update({place: self.states[place] | dict(zip(kinds, there, strict=True))}, gradients, lr)
+
+    def _update(self, states: Mapping[int, Mapping[str, Tensor]], gradients: Sequence[Tensor], lr: float) -> None:
+        """Updates some places, whose states are on the device."""
         for weight_decay, parts in self._parts.items():
-            torch._fused_adamw_(
-                [_view(self.masters[place], part) for place, part in parts],
-                [_view(self.masters[place].grad, part) for place, part in parts],
-                [_view(self.moments[place]["exp_avg"], part) for place, part in parts],
-                [_view(self.moments[place]["exp_avg_sq"], part) for place, part in parts],
-                [],
-                [self._steps[place] for place, _ in parts],
-                lr=lr,
-                weight_decay=weight_decay,
-                amsgrad=False,
-                maximize=False,
-                **self._settings,
-            )
+            here = [(states[place], gradients[place], place, part) for place, part in parts if place in states]
+            if here:
+                torch._fused_adamw_(
+                    [_view(state["master"], part) for state, _, _, part in here],
+                    [_view(gradient, part) for _, gradient, _, part in here],
+                    [_view(state["exp_avg"], part) for state, _, _, part in here],
+                    [_view(state["exp_avg_sq"], part) for state, _, _, part in here],
+                    [],
+                    [self._steps[place] for _, _, place, _ in here],
+                    lr=lr,
+                    weight_decay=weight_decay,
+                    amsgrad=False,
+                    maximize=False,
+                    **self._settings,
+                )
+        for place, state in states.items():
+            if self._weights:
+                self._weights[place].copy_(state["master"])
 
 
 def _parts(masters: Sequence[Tensor], bare: Sequence[tuple[int, slice]], weight_decay: float) -> dict[float, list]:

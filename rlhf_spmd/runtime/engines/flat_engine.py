@@ -14,10 +14,9 @@ instead, and every rank makes the updates of all. Stage 2 sends buckets while ba
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import repeat
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from rlhf_spmd.kernels.collectives import all_gather
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.engines.adamw import AdamW, EngineOptions, Interval, ReadState, Share, read_into, state_of
 from rlhf_spmd.runtime.engines.flat_layout import lay_out
+from rlhf_spmd.runtime.engines.host_memory import host_zeros
 from rlhf_spmd.runtime.engines.part_sums import PartSums, Sender, move_gradient
 
 Through = Callable[[Transformer], Tensor]  # a pass of the model, whose methods it calls
@@ -71,8 +71,9 @@ class FlatEngine:
         )
         # Sums of bfloat16 gradients, and updates much smaller than bfloat16's resolution, need float32.
         wide = torch.float32 if dtype == torch.bfloat16 else dtype
-        of_wide = {"dtype": wide, "device": named[0][1].device}
-        self._flat_weights = torch.zeros(layout.numel, dtype=dtype, device=of_wide["device"])
+        device = named[0][1].device
+        self._of_wide = {"dtype": wide, "device": device}
+        self._flat_weights = torch.zeros(layout.numel, dtype=dtype, device=device)
         for p, view in zip(layout.weights, layout.views(self._flat_weights), strict=True):
             p.data = view.copy_(p.data)
         parts = [bucket.parts(replicas) for bucket in layout.buckets]
@@ -81,6 +82,7 @@ class FlatEngine:
         self._gradient: Tensor | None = None  # of a step that is under way, as the following
         self._views: list[Tensor] = []  # of each weight
         self._parts: list[Tensor] = []  # this rank's
+        self._gradients: Sequence[Tensor] = ()  # of what it updates
         self._part_sums: PartSums | None = None
         if groups.data is not None and options.zero == 2:
             self._part_sums = PartSums(layout, groups.data, self._parts, each=options.sums_each_pass)
@@ -88,20 +90,29 @@ class FlatEngine:
             for index, p in enumerate(layout.weights):
                 p.register_post_accumulate_grad_hook(lambda p, index=index: move_gradient(p, self._views[index]))
         self._updated = self._own if self._shards else [part for of_bucket in parts for part in of_bucket]
-        self.masters = [nn.Parameter(self._flat_weights[part].to(wide)) for part in self._updated]
+        weights = [self._flat_weights[part] for part in self._updated]
+        self._device = device if options.offload else None
+        masters = weights
+        if wide != dtype and options.offload:
+            whole = host_zeros(self, sum(map(len, weights)), wide, device)
+            masters = [one.copy_(part) for one, part in zip(whole.split([*map(len, weights)]), weights, strict=True)]
+        elif wide != dtype:
+            masters = [part.to(wide) for part in weights]
         without_decay = [
             (place, slice(offset, offset + stop - start))
             for place, part in enumerate(self._updated)
             for _, (name, start, stop), offset in layout.intervals(part)
             if name in bare
         ]
-        decay = options.weight_decay
-        self._adamw = AdamW(self.masters, betas=options.betas, eps=options.eps, weight_decay=decay, bare=without_decay)
-
-    def _give(self, gradients: Iterable[Tensor | None]) -> None:
-        """Sets the gradients of the masters."""
-        for master, gradient in zip(self.masters, gradients, strict=False):
-            master.grad = gradient
+        self._adamw = AdamW(
+            masters,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            bare=without_decay,
+            weights=weights if wide != dtype else (),
+            device=self._device,
+        )
 
     # ---- an optimizer step, see TrainEngine -------------------------------------------------------------------------
 
@@ -109,13 +120,12 @@ class FlatEngine:
         """Makes the gradients, which are 0."""
         if self._part_sums is not None:
             sizes = [part.stop - part.start for part in self._own]
-            self._parts[:] = self.masters[0].new_zeros(sum(sizes)).split(sizes)
-            self._give(self._parts)
+            self._parts[:] = self._gradients = torch.zeros(sum(sizes), **self._of_wide).split(sizes)
             return
-        self._gradient = gradient = self.masters[0].new_zeros(self._layout.numel)
+        self._gradient = gradient = torch.zeros(self._layout.numel, **self._of_wide)
         self._views = self._layout.views(gradient)
         self._parts[:] = (gradient[part] for part in self._own)
-        self._give(gradient[part] for part in self._updated)
+        self._gradients = [gradient[part] for part in self._updated]
         if gradient.dtype == self._flat_weights.dtype:
             for p, view in zip(self._layout.weights, self._views, strict=True):
                 p.grad = view  # to which backward adds in place
@@ -125,7 +135,7 @@ class FlatEngine:
         self._gradient = None
         self._views.clear()
         self._parts.clear()
-        self._give(repeat(None))
+        self._gradients = ()
         for p in self._layout.weights:
             p.grad = None
 
@@ -151,10 +161,11 @@ class FlatEngine:
         if not self._shards and self._gradient is not None:
             self._gather(self._gradient)
         if self._max_grad_norm is not None and grad_norm > self._max_grad_norm:
-            torch._foreach_mul_([master.grad for master in self.masters], self._max_grad_norm / (grad_norm + 1e-6))
-        self._adamw.step(lr=lr)
+            torch._foreach_mul_(self._gradients, self._max_grad_norm / (grad_norm + 1e-6))
+        self._adamw.step(self._gradients, lr=lr)
         self._free_gradients()
-        self.publish()
+        if self._shards:
+            self._gather(self._flat_weights)
         return grad_norm
 
     def _sum_gradients(self) -> None:
@@ -191,9 +202,8 @@ class FlatEngine:
     @torch.no_grad()
     def publish(self) -> None:
         """Copies the masters to the weights, on every rank that has them. Collective at ZeRO 1."""
-        if self.masters[0].dtype != self._flat_weights.dtype:  # else the masters are parts of the weights
-            for master, part in zip(self.masters, self._updated, strict=True):
-                self._flat_weights[part].copy_(master)
+        for state, part in zip(self._adamw.states, self._updated, strict=True):
+            self._flat_weights[part].copy_(state["master"])  # in the dtype of the masters they are the same memory
         if self._shards:
             self._gather(self._flat_weights)
 
@@ -212,13 +222,15 @@ class FlatEngine:
     def _shares(self, *, only_own: bool) -> Iterator[Share]:
         """Yields the intervals of weights that this rank updates, and where they are stored."""
         starts = {part.start for part in self._own}
-        for part, master, moments in zip(self._updated, self.masters, self._adamw.moments, strict=True):
+        for part, state in zip(self._updated, self._adamw.states, strict=True):
             if not only_own or part.start in starts:
                 for _, interval, offset in self._layout.intervals(part):
-                    yield Share(interval, {"master": master, **moments}, offset)
+                    yield Share(interval, state, offset)
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
         """Implements `TrainEngine.optimizer_state`."""
+        if self._device is not None and self._device.type == "cuda":  # copies to host memory may be under way
+            torch.cuda.current_stream(self._device).synchronize()
         return self._adamw.num_steps, state_of(self._shares(only_own=True))
 
     @torch.no_grad()

@@ -6,8 +6,6 @@ optimizer, a flat part of each layer per rank and one all-gather of each per cal
 every forward, and so require the same number of forwards on every rank.
 """
 
-import mmap
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.collectives import all_gather
 from rlhf_spmd.model.transformer import Transformer
-
-PORTABLE = 1  # cudaHostRegisterPortable
+from rlhf_spmd.runtime.engines.host_memory import host_zeros, side_stream
 
 
 class ShardedCopy:
@@ -86,25 +82,40 @@ class OffloadedCopy:
         """model: with all its weights; from now on it is empty except between `load` and `release`."""
         self._weights = list(model.parameters())
         self._device = self._weights[0].device
+        self._stream = side_stream(self._device)
         self.host = [p.detach() for p in self._weights]
-        if self._device.type != "cpu":
-            flat = pinned_copy(self.host)
+        if self._stream is not None:
+            numel = sum(p.numel() for p in self._weights)
+            flat = host_zeros(self, numel, self._weights[0].dtype, self._device)
             self.host = _views(flat, [p.shape for p in self._weights])
-            weakref.finalize(self, unpin, flat).atexit = False
+            for piece, weight in zip(self.host, self._weights, strict=True):
+                piece.copy_(weight.detach())
         self._is_loaded = True
         self.release()
 
     def load(self) -> None:
-        """Copies the weights to the device."""
-        for p, weight in zip(self._weights, self.host, strict=True):
-            p.data = weight.to(self._device, non_blocking=True)
+        """Begins to copy the weights to the device, beside its computation."""
+        copies = [torch.empty_like(one, device=self._device) for one in self.host] if self._stream else self.host
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use the memory
+            with torch.cuda.stream(self._stream):
+                for copy, weight in zip(copies, self.host, strict=True):
+                    copy.copy_(weight, non_blocking=True)
+        for p, copy in zip(self._weights, copies, strict=True):
+            p.data = copy
         self._is_loaded = True
 
     def release(self) -> None:
         """Frees the weights on the device; they have not changed."""
+        self._arrive()
         for p in self._weights:
             p.data = p.data.new_empty(0)
         self._is_loaded = False
+
+    def _arrive(self) -> None:
+        """Lets the device's computation wait for what `load` copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -112,34 +123,12 @@ class OffloadedCopy:
         was_loaded = self._is_loaded
         if not was_loaded:
             self.load()
+        self._arrive()
         try:
             yield
         finally:
             if not was_loaded:
                 self.release()
-
-
-def pinned_copy(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Copies tensors of one dtype into one flat tensor in pinned host memory, until `unpin`. It takes the memory of its
-    numbers; what torch's allocator pins is rounded up to a power of two (pytorch's issue 150517). Raises UserError."""
-    sizes, dtype = [weight.numel() for weight in weights], weights[0].dtype
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, sum(sizes) * dtype.itemsize, flags=private)  # whole pages: none can be pinned twice
-    flat = torch.frombuffer(memory, dtype=dtype)
-    error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, PORTABLE))
-    if error:
-        raise UserError(
-            f"the driver cannot pin {flat.nbytes / 2**30:.1f} GiB of host memory for the weights of an offloaded model "
-            f"(cudaHostRegister: error {error}): drop the strategy's option for offloading, or start fewer ranks here"
-        )
-    for piece, weight in zip(flat.split(sizes), weights, strict=True):
-        piece.copy_(weight.flatten())
-    return flat
-
-
-def unpin(flat: torch.Tensor) -> None:
-    """Undoes what pinned the tensor of a `pinned_copy`, before its memory is freed."""
-    torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
 
 
 def _views(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:

@@ -206,6 +206,7 @@ class RankModels:
                         optimizer.weight_decay_on,
                         optimizer.max_grad_norm,
                         optimizer.sum_each_pass,
+                        layout.offload,
                     ),
                 )
             elif layout.zero == 3 and layout.dp > 1 and key in self.copies and key not in self.sharded:

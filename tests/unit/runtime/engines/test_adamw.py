@@ -9,7 +9,7 @@ import torch
 
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.engines.adamw import AdamW, decays
+from rlhf_spmd.runtime.engines.adamw import MOMENTS, AdamW, decays
 
 SETTINGS = dict(betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
 
@@ -25,16 +25,16 @@ def test_equals_torch(dtype):
     optimizer, expected = AdamW(ours, **SETTINGS), torch.optim.AdamW(theirs, fused=True, **SETTINGS)
     numbers = torch.Generator().manual_seed(1)
     for step in range(4):
-        for a, b in zip(ours, theirs, strict=True):
-            a.grad = torch.randn(a.shape, generator=numbers, dtype=dtype)
-            b.grad = a.grad.clone()
+        gradients = [torch.randn(a.shape, generator=numbers, dtype=dtype) for a in ours]
+        for b, gradient in zip(theirs, gradients, strict=True):
+            b.grad = gradient.clone()
         expected.param_groups[0]["lr"] = 0.1 / (step + 1)
         expected.step()
-        optimizer.step(lr=0.1 / (step + 1))
+        optimizer.step(gradients, lr=0.1 / (step + 1))
         assert optimizer.num_steps == step + 1
-        for a, b, moments in zip(ours, theirs, optimizer.moments, strict=True):
+        for a, b, state in zip(ours, theirs, optimizer.states, strict=True):
             assert torch.equal(a, b)
-            assert all(torch.equal(value, expected.state[b][kind]) for kind, value in moments.items())
+            assert all(torch.equal(state[kind], expected.state[b][kind]) for kind in MOMENTS)
 
 
 def test_parts_without_weight_decay():
@@ -48,12 +48,11 @@ def test_parts_without_weight_decay():
     groups = [{"params": apart[:2], "weight_decay": 0.0}, {"params": [apart[2], rest]}]
     expected = torch.optim.AdamW(groups, fused=True, **SETTINGS)
     for step in range(3):
-        whole.grad, alone.grad = torch.full_like(whole, 0.5 - step), torch.full_like(alone, 2.0)
         for p in (*apart, rest):
             p.grad = torch.full_like(p, 2.0 if p is rest else 0.5 - step)
         expected.param_groups[0]["lr"] = expected.param_groups[1]["lr"] = 0.1
         expected.step()
-        optimizer.step(lr=0.1)
+        optimizer.step([torch.full_like(whole, 0.5 - step), torch.full_like(alone, 2.0)], lr=0.1)
     torch.testing.assert_close(whole.detach().flatten(), torch.cat([apart[0], apart[2], apart[1]]).detach())
     torch.testing.assert_close(alone, rest)
     assert optimizer.num_steps == 3
@@ -90,19 +89,17 @@ def test_what_decays(head, tied):
 
 def test_goes_on_after_so_many_steps():
     whole, second = AdamW(masters(torch.float32), **SETTINGS), AdamW(masters(torch.float32), **SETTINGS)
-    for optimizer in (whole, second):
-        for master in optimizer.masters:
-            master.grad = torch.ones_like(master)
-    whole.step(lr=0.1)
+    ones = [torch.ones_like(state["master"]) for state in whole.states]
+    whole.step(ones, lr=0.1)
     second.begin(whole.num_steps)
     with torch.no_grad():
-        for place, master in enumerate(second.masters):
-            master.copy_(whole.masters[place])
-            for kind, value in second.moments[place].items():
-                value.copy_(whole.moments[place][kind])
-    whole.step(lr=0.1)
-    second.step(lr=0.1)
-    assert all(torch.equal(a, b) for a, b in zip(whole.masters, second.masters, strict=True))
+        for state, other in zip(second.states, whole.states, strict=True):
+            for kind, value in state.items():
+                value.copy_(other[kind])
+    whole.step(ones, lr=0.1)
+    second.step(ones, lr=0.1)
+    for state, other in zip(second.states, whole.states, strict=True):
+        assert all(torch.equal(value, other[kind]) for kind, value in state.items())
 
 
 def test_a_rank_starts_without_torchs_compiler():
@@ -110,9 +107,8 @@ def test_a_rank_starts_without_torchs_compiler():
         import sys, torch
         from rlhf_spmd.runtime.run import train
         from rlhf_spmd.runtime.engines.adamw import AdamW
-        p = torch.nn.Parameter(torch.ones(2))
-        p.grad = torch.ones(2)
-        AdamW([p], betas=(0.9, 0.9), eps=1e-5, weight_decay=0.0).step(lr=0.1)
+        p = torch.ones(2)
+        AdamW([p], betas=(0.9, 0.9), eps=1e-5, weight_decay=0.0).step([torch.ones(2)], lr=0.1)
         print([name for name in ("torch._dynamo", "deepspeed", "matplotlib") if name in sys.modules])"""
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True).stdout
     assert found.strip() == "[]"

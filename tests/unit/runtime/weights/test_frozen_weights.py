@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +39,25 @@ class Driver:
         del self.pinned[address]
 
 
+class Stream:
+    """A stream that does everything at once."""
+
+    def __init__(self, device: object = None):
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        assert isinstance(other, Stream)
+
+
+@pytest.fixture()
+def streams(monkeypatch):
+    """Streams where there is no GPU."""
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+
+@pytest.mark.usefixtures("streams")
 def test_offloaded_weights_pin_the_bytes_that_the_plan_counts(tmp_path, monkeypatch):
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
@@ -63,6 +83,7 @@ def test_offloaded_weights_pin_the_bytes_that_the_plan_counts(tmp_path, monkeypa
     assert not driver.pinned
 
 
+@pytest.mark.usefixtures("streams")
 def test_a_driver_that_pins_nothing_more_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(error=2))
     model = SimpleNamespace(parameters=lambda: [OnGPU(torch.zeros(3))])
