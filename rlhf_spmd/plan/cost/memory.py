@@ -10,8 +10,8 @@ and always gradients of its part and the buffer in which it reduces them.
 With `offload`, moments and master weights are in host memory; during an update parts of them are on the device.
 
 A model with adapters holds c*p weights of its base, which models may have in common, and for each of its a numbers of
-adapters 4 bytes of itself and of each moment, and of its gradient during a step. If it generates with copies of its weights that have the
-adapters in them, these are there during the call.
+adapters 4 bytes of itself and of each moment, and of its gradient during a step. If it generates with copies of its
+weights that have the adapters in them, these are there during the call.
 """
 
 import math

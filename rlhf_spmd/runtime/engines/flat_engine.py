@@ -28,6 +28,7 @@ from rlhf_spmd.runtime.engines.adamw import AdamW, EngineOptions, Interval, Read
 from rlhf_spmd.runtime.engines.flat_layout import lay_out
 from rlhf_spmd.runtime.engines.host_memory import host_zeros
 from rlhf_spmd.runtime.engines.part_sums import PartSums, Sender, move_gradient
+from rlhf_spmd.runtime.world.scratch import scratch
 
 Through = Callable[[Transformer], Tensor]  # a pass of the model, whose methods it calls
 
@@ -71,15 +72,15 @@ class FlatEngine:
         )
         # Sums of bfloat16 gradients, and updates much smaller than bfloat16's resolution, need float32.
         wide = torch.float32 if dtype == torch.bfloat16 else dtype
-        device = named[0][1].device
-        self._of_wide = {"dtype": wide, "device": device}
+        self._wide, device = wide, named[0][1].device
         self._flat_weights = torch.zeros(layout.numel, dtype=dtype, device=device)
         for p, view in zip(layout.weights, layout.views(self._flat_weights), strict=True):
             p.data = view.copy_(p.data)
         parts = [bucket.parts(replicas) for bucket in layout.buckets]
         self._own = [of_bucket[rank] for of_bucket in parts]  # this rank's part of each bucket
         self._shards = options.zero > 0 and replicas > 1
-        self._gradient: Tensor | None = None  # of a step that is under way, as the following
+        self._memory: Tensor | None = None  # of a step that is under way, as the following: of the gradients
+        self._gradient: Tensor | None = None  # of all weights
         self._views: list[Tensor] = []  # of each weight
         self._parts: list[Tensor] = []  # this rank's
         self._gradients: Sequence[Tensor] = ()  # of what it updates
@@ -120,9 +121,12 @@ class FlatEngine:
         """Makes the gradients, which are 0."""
         if self._part_sums is not None:
             sizes = [part.stop - part.start for part in self._own]
-            self._parts[:] = self._gradients = torch.zeros(sum(sizes), **self._of_wide).split(sizes)
+            numbers = torch.zeros(sum(sizes), dtype=self._wide, device=self._flat_weights.device)
+            self._parts[:] = self._gradients = numbers.split(sizes)
             return
-        self._gradient = gradient = torch.zeros(self._layout.numel, **self._of_wide)
+        num_bytes = self._layout.numel * self._wide.itemsize
+        self._memory = scratch(self._flat_weights.device).take(num_bytes, grows=True)
+        self._gradient = gradient = self._memory.view(self._wide).zero_()
         self._views = self._layout.views(gradient)
         self._parts[:] = (gradient[part] for part in self._own)
         self._gradients = [gradient[part] for part in self._updated]
@@ -132,7 +136,7 @@ class FlatEngine:
 
     def _free_gradients(self) -> None:
         """Frees what `begin` has made."""
-        self._gradient = None
+        self._gradient = self._memory = None
         self._views.clear()
         self._parts.clear()
         self._gradients = ()

@@ -2,6 +2,7 @@
 
 # L layers of this stage, n blocks, K key-value heads of this tp slice, s tokens of a block, d head_dim
 
+import math
 from collections.abc import Sequence
 
 import psutil
@@ -13,6 +14,7 @@ from rlhf_spmd.model.parallel import layers_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import split
 from rlhf_spmd.runtime.generation.scheduler import Copies, Moves
+from rlhf_spmd.runtime.world.scratch import scratch
 
 GPU_BLOCK = 16  # tokens; smaller blocks waste less memory, larger ones need shorter tables
 
@@ -28,9 +30,8 @@ class KVCache:
         self.first_layer, self.block_size = layers.start, block_size
         # On a CPU zeros: a masked slot has weight 0, but 0 x an uninitialised NaN is NaN. The kernels of a GPU load no
         # slot beyond a row's length, and clearing most of its memory would take 20 ms for each engine.
-        make = torch.zeros if device.type == "cpu" else torch.empty
-        self.keys_LnKsd = make(shape, dtype=model.dtype, device=device)
-        self.values_LnKsd = make(shape, dtype=model.dtype, device=device)
+        self._memory = scratch(device).take(2 * math.prod(shape) * model.dtype.itemsize, grows=False)
+        self.keys_LnKsd, self.values_LnKsd = self._memory.view(model.dtype).view(2, *shape)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns keys_nKsd, values_nKsd of a layer, given its number in the whole model."""
@@ -73,6 +74,7 @@ def free_bytes(device: torch.device, num_ranks: int) -> float:
 def release_unused(device: torch.device) -> None:
     """Returns a GPU's memory that torch has reserved but does not use to the device, so that the KV cache of the next
     iteration can be allocated in one piece. Synchronises the device."""
+    scratch(device).release()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.calls import Generate
-from rlhf_spmd.plan.cost.memory import caches_alive
+from rlhf_spmd.plan.cost.memory import caches_alive, trains_beside_cache, working_bytes
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import END, RESPONSES, actions_of, opened_of, rewards_of
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, mask_of
@@ -21,6 +21,7 @@ from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.episodes import REASONS, Episodes
 from rlhf_spmd.runtime.generation.kv_cache import free_bytes
 from rlhf_spmd.runtime.generation.rollout import Rollout
+from rlhf_spmd.runtime.world.scratch import scratch
 
 
 def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
@@ -121,6 +122,10 @@ def _all_of_iteration(
     own = {} if call.temperature is None else {"temperature": call.temperature}
     stream = random_streams.of_call(job.workload.workflow, call) if job.stream is None else job.stream
     share = cache_share(job.program, job.world.rank, call.name, len(data.generations), generation.cache_fraction)
+    free = free_bytes(job.world.device, job.world.computes.num_ranks)
+    if trains_beside_cache(job.program, job.world.rank):
+        working = working_bytes(job.program, job.world.rank)
+        free -= working["activations"] + working["gradients"]
     prompts_MCP, episodes = data.store.at(call.prompts, (ALL, columns)), _episodes(job, call, data, columns)
     if episodes is not None:
         prompts_MCP = _opened(episodes, data, columns, prompts_MCP)
@@ -130,7 +135,7 @@ def _all_of_iteration(
         data.random_bits(stream, columns),
         max_sequences=max(min(places, num_rows * job.workload.num_mini_batches), 1),
         block_size=generation.block_size,
-        free_bytes=share * free_bytes(job.world.device, job.world.computes.num_ranks),
+        free_bytes=max(share * free, scratch(job.world.device).idle_bytes),
         episodes=episodes,
         max_new_tokens=generation.max_new_tokens,
         **(job.drawing | own),
