@@ -127,6 +127,8 @@ def row_of(place: Place) -> dict:
 def grid(strategy: str, num_devices: int) -> dict[str, tuple]:
     """Returns the options that are searched over: option -> values."""
     searched = grid_of(strategy, num_devices)
+    if strategy == "flattening" and num_devices == 1:
+        searched |= dict.fromkeys(("offload", "offload_optimizer"), (False, True))
     if "training_tp" not in searched:
         return searched
     searched |= SPLIT
