@@ -93,8 +93,8 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
                 for most in _micro_batches(rows):
                     for recompute in (False, True):
                         yield replace(grid, zero=zero, micro_batch=most, recompute=recompute)
-                if zero < 3 and not has_adapters:
-                    yield replace(grid, zero=zero, micro_batch=1, recompute=True, offload=True)
+                    if zero < 3 and not has_adapters:
+                        yield replace(grid, zero=zero, micro_batch=most, recompute=True, offload=True)
             continue
         sizes: Sequence[int | None] = (None,)
         if isinstance(call, Infer):
