@@ -13,10 +13,11 @@ import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import kv_attention
-from rlhf_spmd.runtime.generation import cuda_graphs
+from rlhf_spmd.runtime.generation import cuda_graphs, kv_cache
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.kv_cache import KVCache
 from rlhf_spmd.runtime.generation.requests import Sampling
+from rlhf_spmd.runtime.world.scratch import Scratch
 from tests.unit.runtime.generation.test_engine import MAX_NEW, draws, make_engine, run
 from tests.unit.runtime.generation.test_rollout import make_model, make_prompts, rows
 
@@ -208,6 +209,31 @@ def test_graphs_outlive_their_engine(request, monkeypatch):
     del model
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize(("num_gradients", "last"), [(10**6, True), (100, False)], ids=["larger", "smaller"])
+def test_graphs_outlive_training_where_the_cache_has_the_memory_of_gradients(
+    num_gradients, last, captured, monkeypatch
+):
+    """A cache that needs more than the gradients has memory of its own, where graphs end with it."""
+    memory = Scratch(torch.device("cpu"), lasts=True)
+    taken = memory.take  # a CPU needs zeros
+    cleared = types.SimpleNamespace(take=lambda *of, **how: taken(*of, **how).zero_(), release=memory.release)
+    monkeypatch.setattr(kv_cache, "scratch", lambda device: cleared)
+    model, captures, found, kept = make_model(), [], [], []
+    for _ in range(4):
+        before = StandIn.captures
+        engine = make_engine(model, max_sequences=12, block_size=4, num_steps=0)
+        found.append(run(engine, make_prompts(25), draws(25), Sampling(MAX_NEW, min_new_tokens=2))[0])
+        captures.append(StandIn.captures - before)
+        kept.append(engine.cache._memory[:0].clone() if last else engine.cache._memory)  # another may not lie there
+        del engine
+        for num in (num_gradients, num_gradients // 2):  # an actor's step, a critic's
+            memory.take(4 * num, grows=True).view(torch.float32).fill_(1.0)
+        kv_cache.release_unused(torch.device("cpu"))
+        assert (memory.idle_bytes > 0) == last
+    assert all(one == found[0] for one in found)
+    assert (captures[2:] == [0, 0]) == last and captures[0] > 0
 
 
 def test_engines_that_live_at_the_same_time_share_no_graph(captured):
