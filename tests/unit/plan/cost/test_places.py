@@ -16,7 +16,7 @@ from rlhf_spmd.strategies import flattening, reallocation
 
 QWEN = (
     "data.max_prompt=512",
-    "generation.max_new_tokens=4096",
+    "generation.max_new_tokens=8192",
     "samples_per_prompt=8",
     "rollout_batch=16",
     "mini_batch=16",
