@@ -64,9 +64,8 @@ class Graphs:
     def keep_for(self, model: Transformer, copies: Copies) -> None:
         """Drops the graphs unless the model's weights are where they were. Call it before the first step of a pass
         during which they stay there. Collective over the ranks of one copy, which must capture together."""
-        weights = (*model.parameters(), *(copies.joined.weights if copies.joined is not None else ()))
-        # copies of single weights are made anew for each engine
-        read: Hashable = weakref.ref(copies) if copies.forwards else tuple(weight.data_ptr() for weight in weights)
+        addresses = tuple(p.data_ptr() for p in model.parameters())  # also of weights that are joined where they lie
+        read: Hashable = weakref.ref(copies) if copies.forwards else addresses  # copies are made for one engine
         if not smallest(read == self._read, model.parallel, self.tables_BM.device):
             self._captured.clear()
             self._read, self._pool = read, None  # a pool ends with its last graph
@@ -74,7 +73,10 @@ class Graphs:
     def __call__(self, step: PaddedStep, tokens_B: Tensor, cached_B: Tensor) -> Tensor:
         """Runs the step for these rows -> hidden_BD, overwritten by the next call."""
         num_rows = len(tokens_B)
-        size = self._size_for(num_rows)
+        size = graph_size(num_rows)
+        self._seen[size] += 1
+        if self._seen[size] <= OCCURRENCES:
+            size = min((larger for larger in self._captured if larger >= size), default=0)
         if not size:
             return step(tokens_B, cached_B, self.tables_BM[:num_rows])
         if size not in self._captured:
@@ -84,14 +86,6 @@ class Graphs:
         self._cached_B[num_rows:size] = -1
         graph.replay()
         return hidden_BD[:num_rows]
-
-    def _size_for(self, num_rows: int) -> int:
-        """Returns the size of the graph to run: the smallest that has occurred often, or is captured; 0: none."""
-        size = graph_size(num_rows)
-        self._seen[size] += 1
-        if self._seen[size] > OCCURRENCES:
-            return size
-        return min((larger for larger in self._captured if larger >= size), default=0)
 
     def _capture(self, step: PaddedStep, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         inputs = self._tokens_B[:size], self._cached_B[:size].fill_(-1), self.tables_BM[:size]
