@@ -197,7 +197,7 @@ class Cost:
         """Returns seconds of the messages of an optimizer step (step_messages.py), and of AdamW."""
         params = num_trained(self.workload.shape(model), layout.shard(rank))
         mine = params / layout.dp if layout.zero else params
-        sent = step_messages(self.workload, model, layout, rank, num_passes)
+        sent = step_messages(self.workload, model, layout, rank, num_passes, self.cluster.node_of)
         sent_s = sum(one.number * self.collective_s(one) for one in sent)
         if (table := self.table(model, layout, rank)) is not None:
             moments_s = 2 * all_gather_s(self.link(layout.ranks), len(layout.ranks), MOMENTS_BYTES)
