@@ -175,13 +175,15 @@ def preemption(light: Light) -> Found:
 
 
 def memory(light: Light) -> Found:
-    """Measures the bytes that stay allocated after an engine, without the collector's help; captured graphs hold some,
-    too."""
+    """Measures the bytes that stay allocated after an engine and its graphs, without the collector's help."""
     import torch
+
+    from rlhf_spmd.runtime.generation import cuda_graphs
 
     def held() -> int:
         """Returns allocated bytes without the workspaces of matrix products, of which torch keeps one for each stream
-        that had any."""
+        that had any; nor graphs, which use them."""
+        cuda_graphs._KEPT.clear()
         if light.dry:
             return 0
         torch.cuda.synchronize()

@@ -19,9 +19,8 @@ import functools
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from torch import Tensor
 from rlhf_spmd.model.linear import Copies
 from rlhf_spmd.model.parallel import smallest
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime.generation.kv_cache import KVCache
 
 FEWEST_ROWS = 8  # with fewer rows a step takes no less time
 APART = 32  # rows between the larger sizes
@@ -131,17 +131,14 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-_KEPT: WeakKeyDictionary[Transformer, dict[Hashable, Graphs]] = WeakKeyDictionary()
+_KEPT: weakref.WeakKeyDictionary[Transformer, dict[Hashable, Graphs]] = weakref.WeakKeyDictionary()
 
 
-def graphs_of(model: Transformer, stored: Sequence[Tensor], tables_shape: tuple[int, int]) -> Graphs:
-    """Returns the graphs of a model over a cache: those of an engine that has ended, if its cache lay there.
-
-    stored: the tensors of the cache.
-    """
+def graphs_of(model: Transformer, cache: KVCache, tables_shape: tuple[int, int]) -> Graphs:
+    """Returns the graphs of a model over a cache: those of an engine that has ended, if its cache lay there."""
     kept = _KEPT.setdefault(model, {})
-    key = tables_shape, *((x.data_ptr(), x.shape) for x in stored)
-    kept[key] = kept.pop(key) if key in kept else Graphs(*tables_shape, stored[0].device)
+    key = tables_shape, *((x.data_ptr(), x.shape) for x in (cache.keys_LnKsd, cache.values_LnKsd))
+    kept[key] = kept.pop(key) if key in kept else Graphs(*tables_shape, cache.keys_LnKsd.device)
     for old in [*kept][:-KEPT]:
         del kept[old]
     return kept[key]

@@ -22,15 +22,14 @@ class Decoder:
     def __init__(self, model: Transformer, cache: KVCache, scheduler: Scheduler, copies: Copies):
         self.model, self.cache, self.scheduler = model, cache, scheduler
         self.device = cache.keys_LnKsd.device
-        shape, stored = scheduler.tables_BM.shape, (cache.keys_LnKsd, cache.values_LnKsd)
-        can_capture = cuda_graphs.can_capture(model, self.device)
-        self._graphs = cuda_graphs.graphs_of(model, stored, shape) if can_capture else None
+        captures = cuda_graphs.can_capture(model, self.device)
+        self._graphs = cuda_graphs.graphs_of(model, cache, scheduler.tables_BM.shape) if captures else None
         # The GPU copies the scheduler's tables while the host continues, which calls `wait` before the scheduler writes
         # them again.
         pinned = self.device.type == "cuda"
         self._begun = torch.cuda.Event(blocking=True) if pinned else None  # the device has begun with the last round
         self._written_BM = torch.zeros(scheduler.tables_BM.shape, dtype=torch.int32, pin_memory=pinned)
-        scheduler.tables_BM, scheduler.gathers = self._written_BM.numpy(), can_capture
+        scheduler.tables_BM, scheduler.gathers = self._written_BM.numpy(), captures
         self._has_copy = self._graphs is not None or self.device.type != "cpu"  # else both are the same tensor
         self._tables_BM = self._written_BM
         if self._graphs is not None:

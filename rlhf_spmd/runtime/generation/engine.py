@@ -160,6 +160,7 @@ class Engine:
                 missing.difference_update(ended)
                 if progress is not None:
                     progress(len(ended), num_tokens)
+        self.decoder.wait(ahead=False)  # a round under way reads the weights
 
     def results(self, numbers: range) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns responses_RG (-1 after the end), logprobs_RG under the distribution sampled from (0 after the end)
