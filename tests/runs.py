@@ -83,10 +83,13 @@ def load(overrides: list[str], *more: str) -> Config:
     return presets.load("tiny", [*overrides, *more])
 
 
-def compiled(config: Config, num_ranks: int = 1, place: Callable = flattening.place, **options) -> Program:
-    """Returns the program of one node. A config of float64, which no user can ask for, counts bytes as float32."""
+def compiled(
+    config: Config, num_ranks: int = 1, place: Callable = flattening.place, *, num_nodes: int = 1, **options
+) -> Program:
+    """Returns the program of some nodes, which the ranks of one machine can run as well. A config of float64, which no
+    user can ask for, counts bytes as float32."""
     known = config if config.dtype != "float64" else dataclasses.replace(config, dtype="float32")
-    workload, cluster = make_workload(known), Cluster.parse(f"1x{num_ranks}")
+    workload, cluster = make_workload(known), Cluster.parse(f"{num_nodes}x{num_ranks // num_nodes}")
     return compile_program(workload, place(workload, cluster, **options), cluster)
 
 

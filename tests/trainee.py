@@ -192,16 +192,23 @@ def noted_gradients(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 class Trainee:
-    """An engine on a named group with its data and its log; does nothing on ranks outside the group."""
+    """An engine on a named group with its data and its log; does nothing on ranks outside the group.
 
-    def __init__(self, job: Job, group: str, zero: int, *, clip: float | None, num_micro=1, seed=1, lr=LR, **options):
+    sums: groups in which it sums gradients.
+    """
+
+    def __init__(
+        self, job: Job, group: str, zero: int, *, clip: float | None, num_micro=1, seed=1, lr=LR, sums=(), **options
+    ):
         (self.group,), self.ranks = job.groups(group), job.ranks(group)
         self.num_micro, self.lr, self.run = num_micro, lr, Run([], [], {})
         self.inside = job.world.rank in self.ranks
         if self.inside:
             self.rank = self.ranks.index(job.world.rank)
             self.engine = make_engine(
-                tiny(seed), groups=Groups(data=self.group), options=EngineOptions(zero, max_grad_norm=clip, **options)
+                tiny(seed),
+                groups=Groups(data=self.group, sums=sums),
+                options=EngineOptions(zero, max_grad_norm=clip, **options),
             )
 
     def step(self, step: int) -> None:

@@ -115,12 +115,12 @@ def engine_of(model, num: int, **settings):
     return Engine(model, longest=32 + LIMIT, eos_ids=(2,), **settings)
 
 
-def responses(engine, num: int):
-    """Returns responses_RG and logprobs_RG of the requests, on the CPU."""
+def responses(engine, num: int, others: list[list[int]] | None = None):
+    """Returns responses_RG and logprobs_RG of the requests, on the CPU. others: other prompts."""
     from rlhf_spmd.runtime.generation.requests import Sampling
 
     prompts, bits_RG = requests(num)
-    numbers = engine.submit(prompts, bits_RG, Sampling(LIMIT))
+    numbers = engine.submit(others or prompts, bits_RG, Sampling(LIMIT))
     engine.run()
     responses_RG, logprobs_RG, _ = engine.results(numbers)
     return responses_RG.cpu(), logprobs_RG.cpu()
@@ -160,6 +160,34 @@ def engine(light: Light) -> Found:
     return Found(ok, told)
 
 
+def parity(light: Light) -> Found:
+    """Compares the logprobs that generation and training compute of the same tokens in bfloat16: with products summed
+    in bfloat16, which is torch's default, and without, as in runs."""
+    import torch
+
+    from bench.first_light.speed import DRY, LLAMA_1B, random_model
+    from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
+    from rlhf_spmd.runtime.data.prompts import pad
+    from rlhf_spmd.runtime.generation import cuda_graphs
+
+    num, means = num_rows(light) // 4, {}
+    model = random_model(DRY if light.dry else LLAMA_1B, light.device).eval().requires_grad_(False)
+    prompts = [[token % 300 for token in prompt] for prompt in requests(num)[0]]
+    for reduced in (True, False):
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
+        cuda_graphs._KEPT.clear()  # whose products were chosen before
+        tokens_RG, logprobs_RG = responses(engine_of(model, num), num, prompts)
+        batch = Sequences.join(pad(prompts).to(light.device), tokens_RG.to(light.device))
+        with torch.no_grad():
+            trained_RG = response_logprobs(
+                model, batch, forward(model, batch), temperature=1.0, eos_ids=(2,), min_new_tokens=0
+            )
+        means[reduced] = float((trained_RG.cpu() - logprobs_RG).abs()[tokens_RG >= 0].mean())
+    light.row(rows=num, dtype="bfloat16", parity_mean_abs=means[False], parity_mean_abs_reduced=means[True])
+    told = f"{means[False]:.1e} nats a token on average; {means[True]:.1e} with reduced-precision sums"
+    return Found(means[False] <= PARITY_NATS, told)
+
+
 def preemption(light: Light) -> Found:
     """Tests preemption: the cache has room for the prompts and a part of the responses only, so that rows have to leave
     it."""
@@ -175,13 +203,15 @@ def preemption(light: Light) -> Found:
 
 
 def memory(light: Light) -> Found:
-    """Measures the bytes that stay allocated after an engine, without the collector's help; captured graphs hold some,
-    too."""
+    """Measures the bytes that stay allocated after an engine and its graphs, without the collector's help."""
     import torch
+
+    from rlhf_spmd.runtime.generation import cuda_graphs
 
     def held() -> int:
         """Returns allocated bytes without the workspaces of matrix products, of which torch keeps one for each stream
-        that had any."""
+        that had any; nor graphs, which use them."""
+        cuda_graphs._KEPT.clear()
         if light.dry:
             return 0
         torch.cuda.synchronize()

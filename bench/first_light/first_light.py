@@ -271,7 +271,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     parsed = parse(arguments)
     if parsed.only:
-        step = Step(parsed.only, "", parsed.function, 0.0)
+        sleeps = all(step.sleeps for step in STEPS if step.name == parsed.only)
+        step = Step(parsed.only, "", parsed.function, 0.0, sleeps=sleeps)
         return run_one(step, Light(parsed.only, parsed.out, parsed.work, parsed.dry))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by which the steps are ended as well
     budget_s, together = parsed.budget_s, parsed.together

@@ -33,6 +33,7 @@ class Step:
     limit_s: seconds it may take.
     needs: what it is skipped without (a package, or a tool of the facts).
     group: those of `speed` have the machine to themselves.
+    sleeps: while it waits for a device, as runs do.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Step:
     limit_s: float
     needs: tuple[str, ...] = ()
     group: str = "correctness"
+    sleeps: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ def _read(path: Path) -> tuple[Step, ...]:
             one["limit_s"],
             _needs(one["gpus"], one.get("needs", ())) if "gpus" in one else (),
             one.get("group", GROUPS[0]),
+            one.get("sleeps", True),
         )
         for name, one in tomllib.loads(path.read_text(encoding="utf-8")).items()
     )
@@ -133,11 +136,11 @@ def chosen(steps: Iterable[Step], names: str) -> list[Step]:
 
 
 def run_one(step: Step, light: Light) -> int:
-    """Takes a step in this process, which waits for a device as runs do, and leaves its result in the work folder;
+    """Takes a step in this process, and leaves its result in the work folder;
     returns the exit status."""
     module, _, name = step.function.partition(":")
     try:
-        if not light.dry:
+        if step.sleeps and not light.dry:
             sleep_while_waiting(0)
         found = getattr(import_module(module), name)(light)
         result = {"verdict": "passed" if found.ok else "failed", "told": found.told}

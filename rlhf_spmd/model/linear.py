@@ -208,11 +208,6 @@ class Joined:
             self.qkv[layer.self_attn.layer] = _joined(copy, qkv, read)
             self.gate_up[layer.mlp.layer] = _joined(copy, gate_up, read)
 
-    @property
-    def weights(self) -> list[Weight]:
-        """Returns the matrices."""
-        return [weight for weight, _ in (*self.qkv.values(), *self.gate_up.values())]
-
 
 class Copies:
     """Copies of a transformer's weights for decode steps, and of its adapters. Drop them before the weights change.

@@ -131,7 +131,11 @@ def scatter_tokens(x_ND: Tensor, *, group: Group) -> Tensor:
 
 
 def sum_over(x: Tensor, *, group: Group) -> Tensor:
-    """Sums the ranks' parts, on every rank. All ranks continue identically, so a part's gradient is the sum's."""
+    """Sums the ranks' parts, on every rank; without gradients in place. All ranks continue identically, so a part's
+    gradient is the sum's."""
+    if group is not None and not torch.is_grad_enabled():
+        dist.all_reduce(x, group=group)
+        return x
     return x if group is None else _Collective.apply(x, group, all_reduced, lambda gradient, _: gradient)
 
 

@@ -5,7 +5,7 @@ a row stays on its shard in every epoch (algorithms/training_order.py permutes i
 spread evenly, and two layouts of different dp exchange plain column ranges.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -159,6 +159,22 @@ class Layout:
         """Returns the ranks that hold the same shard of the model as a rank."""
         size = self.pp * self.tp
         return self.ranks[self._numbers[rank] % size :: size]
+
+    def sum_grid(self, rank: int, node_of: Callable[[int], int]) -> list[tuple[int, ...]]:
+        """Returns `data_ranks` as a grid, a row for each node: gradients are summed over rows first, then over columns.
+        ZeRO 3 sums all at once, in one column; so do nodes with different numbers of these ranks.
+
+        node_of: the node of a rank.
+        """
+        data = sorted(self.data_ranks(rank))
+        rows = [tuple(row) for _, row in groupby(data, node_of)]
+        return rows if self.zero < 3 and len(set(map(len, rows))) == 1 else [(one,) for one in data]
+
+    def sum_ranks(self, rank: int, node_of: Callable[[int], int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the row and the column of a rank in `sum_grid`."""
+        rows = self.sum_grid(rank, node_of)
+        (row,) = (row for row in rows if rank in row)
+        return row, tuple(other[row.index(rank)] for other in rows)
 
     def model_ranks(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks that hold a copy of the model together with a rank."""

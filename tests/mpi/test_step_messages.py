@@ -1,4 +1,5 @@
-"""The messages that the train engines send in real steps against those of the forecast, at two ranks.
+"""The messages that the train engines send in real steps against those of the forecast: at two ranks, and at four as if
+they were on two nodes.
 
 Each kind of collective and group: the same bytes, and within one call for each bucket (a tiny model fits one).
 """
@@ -20,7 +21,7 @@ from tests.runs import RunOf, compiled, load
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
-    pytest.mark.ranks(2),
+    pytest.mark.ranks(2, 4),
     pytest.mark.usefixtures("cheap_garbage_collection"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
@@ -30,11 +31,12 @@ KINDS = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
 }
-NUM_PASSES = 4
+ROWS, MICRO_BATCH = 24, 3
+STEP = "forward", "backward", "update"
 
 
 class Counted(TorchDispatchMode):
-    """Counts the bytes and the calls of collectives, by kind and number of ranks."""
+    """Counts the bytes and the calls of collectives, by kind and ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +54,8 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
             (boxed,) = [x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
-            key = KINDS[function.__name__.split(".")[0]], dist.ProcessGroup.unbox(boxed).size()
+            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed))
+            key = KINDS[function.__name__.split(".")[0]], tuple(ranks)
             self.num_bytes[key] += max(x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor))
             self.calls[key] += 1
         return function(*args, **(kwargs or {}))
@@ -64,20 +67,26 @@ def settings(world, shared_folder):
     if world.rank == 0:
         overrides.write_text("\n".join(write_all(shared_folder)), encoding="utf-8")
     world.barrier("the checkpoints")
-    return load(overrides.read_text(encoding="utf-8").split("\n"), "ppo.epochs=1", "mini_batch=24", "rollout_batch=24")
+    return load(
+        overrides.read_text(encoding="utf-8").split("\n"), "ppo.epochs=1", f"mini_batch={ROWS}", f"rollout_batch={ROWS}"
+    )
 
 
 @pytest.mark.parametrize(
-    ("options", "methods"),
-    [({"zero": zero}, ("forward", "backward", "update")) for zero in range(4)]
-    + [({"zero": 2, "each": False}, ("forward", "backward", "update"))]
-    + [({"tp": 2}, ("update",)), ({"pp": 2}, ("update",))],  # whose passes have messages of their own
+    ("num_nodes", "options", "methods"),
+    [(1, {"zero": zero}, STEP) for zero in range(4)]
+    + [(1, {"zero": 2, "each": False}, STEP)]
+    + [(1, {"tp": 2}, ("update",)), (1, {"pp": 2}, ("update",))]  # whose passes have messages of their own
+    + [(2, {"zero": 2}, STEP)],
     ids=str,
 )
-def test_a_step_sends_what_the_forecast_counts(settings, world, make_group, monkeypatch, options, methods):
+def test_a_step_sends_what_the_forecast_counts(settings, world, make_group, monkeypatch, num_nodes, options, methods):
+    if num_nodes != world.size // 2:
+        pytest.skip("two ranks a node")
     options = dict(options)
     settings = with_value(settings, "optimizer.sum_each_pass", options.pop("each", True))
-    program = compiled(settings, world.size, everywhere(**options, micro_batch=24 // 2 // NUM_PASSES))
+    place = everywhere(**options, micro_batch=MICRO_BATCH)
+    program = compiled(settings, world.size, place, num_nodes=num_nodes)
     run = RunOf(settings, with_groups(world, program, make_group), program)
     run.iteration()  # in its first step, DeepSpeed's stage 3 learns in which order weights are read
     counted = {}
@@ -89,9 +98,10 @@ def test_a_step_sends_what_the_forecast_counts(settings, world, make_group, monk
     for call in program.workload.workflow.train_calls:
         layout = program.placement.layouts[call.name]
         num_bytes, calls = Counter(), Counter()
-        for one in step_messages(program.workload, call.model, layout, world.rank, NUM_PASSES):
-            num_bytes[one.kind, len(one.ranks)] += one.num_bytes * one.number
-            calls[one.kind, len(one.ranks)] += one.number
+        num_passes = ROWS // layout.dp // MICRO_BATCH
+        for one in step_messages(program.workload, call.model, layout, world.rank, num_passes, program.cluster.node_of):
+            num_bytes[one.kind, one.ranks] += one.num_bytes * one.number
+            calls[one.kind, one.ranks] += one.number
         found = counted[call.model]
         rounding = 8 * program.workload.num_mini_batches  # of parts
         assert found.num_bytes.keys() == num_bytes.keys()

@@ -10,15 +10,19 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.pages.option_tree import with_value
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.runtime.engines import flat_layout
 from tests.mpi.test_allocations import everywhere
 from tests.mpi.test_invariance import with_groups
 from tests.mpi.test_layouts import settings_of, write_models
 from tests.runs import RunOf, compiled
-from tests.trainee import CLIP, Trainee, whole_weights
+from tests.steps import engine_step
+from tests.trainee import CLIP, Trainee, global_batch, noted_gradients, share_of_loss, tiny, whole_weights
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 4)]
 STAGES = (0, 1, 2)
@@ -49,18 +53,46 @@ class After:
             assert [key for key in mine if not torch.equal(mine[key], others[key])] == []
 
 
+def two_nodes(job) -> tuple[dist.ProcessGroup, ...]:
+    """Returns the groups in which a rank sums gradients where four ranks are on two nodes."""
+    layout, node_of = Layout.data_parallel(range(4)), Cluster.parse("2x2", "cpu").node_of
+    made = {ranks: job.make_group(ranks) for rank in layout.ranks for ranks in layout.sum_ranks(rank, node_of)}
+    return tuple(made[ranks] for ranks in layout.sum_ranks(job.world.rank, node_of))
+
+
+@pytest.mark.ranks(4)
+def test_sums_of_two_nodes(job, monkeypatch):
+    """On each node first, then those of the nodes: the bits of plain sums in this order."""
+    monkeypatch.setattr(flat_layout, "BUCKET_NUMEL", SEVERAL)
+    noted, batch = noted_gradients(monkeypatch), global_batch(job.world.rank)
+    for stage in STAGES:
+        trainee = Trainee(job, "all", stage, clip=None, sums=two_nodes(job))
+        engine_step(trainee.engine, [batch], share_of_loss, lr=0.0)
+    model = tiny()
+    share_of_loss(model, batch).backward()
+    own = torch.cat([p.grad.flatten() for p in model.parameters()])
+    of_rank = [torch.empty_like(own) for _ in range(4)]
+    dist.all_gather(of_rank, own, group=trainee.group)
+    first, second, third, fourth = of_rank
+    expected = (first + second) + (third + fourth)
+    assert len(noted) == len(STAGES) and all(torch.equal(found, expected) for found in noted)
+    assert not torch.equal(expected, first + second + third + fourth)  # the order makes a difference
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("num_micro", [1, 3])
-@pytest.mark.parametrize("group", ["all", "first half"])
+@pytest.mark.parametrize("group", ["all", "first half", "two nodes"])
 def test_stages_and_buckets(job, group, num_micro, dtype, monkeypatch):
     """Uneven data, one rank without any, clipping active."""
     if group != "all" and job.world.size == 2:
         pytest.skip("half of two ranks is one")
-    found = {}
+    more, found = dict(LATE), {}
+    if group == "two nodes":
+        group, more["sums"] = "all", two_nodes(job)
     for size in (SEVERAL, ONE):
         monkeypatch.setattr(flat_layout, "BUCKET_NUMEL", size)
         for stage, offload in product(STAGES, (False, True) if size == SEVERAL else (False,)):
-            options = LATE | {"dtype": dtype, "offload": offload}
+            options = more | {"dtype": dtype, "offload": offload}
             trainee = Trainee(job, group, stage, clip=CLIP, num_micro=num_micro, **options)
             for step in range(3):
                 trainee.step(step)
@@ -76,7 +108,7 @@ def test_stages_and_buckets(job, group, num_micro, dtype, monkeypatch):
 
 
 GRIDS = {  # of 4 ranks: options of the layout, then of the run
-    "dp4": ({}, {}),
+    "dp4 on 2 nodes": ({}, {}),
     "dp2 tp2": ({"tp": 2}, {"dtype": "bfloat16"}),
     "dp2 tp2 recompute": ({"tp": 2, "recompute": True}, {}),
     "dp2 pp2": ({"pp": 2}, {}),
@@ -104,7 +136,8 @@ def test_stages_of_whole_runs(grid, world, folder, make_group, monkeypatch):
         settings = with_value(settings, name, value)
     found = []
     for stage in STAGES[:2] if "pp" in options else STAGES:  # pipelines have no ZeRO 2
-        program = compiled(settings, world.size, everywhere(zero=stage, **options))
+        place, num_nodes = everywhere(zero=stage, **options), 2 if "nodes" in grid else 1
+        program = compiled(settings, world.size, place, num_nodes=num_nodes)
         run = RunOf(settings, with_groups(world, program, make_group), program)
         metrics = run.iteration()
         engines = run.job.models.engines

@@ -26,7 +26,7 @@ WAYS = {
     "A token is drawn": ("sample", "generate"),
     "The model reads a micro-batch that is trained on": ("Transformer.forward", "optimizer_step.py"),
     "The loss of a micro-batch": ("policy_loss", ""),
-    "Gradients are summed over ranks": ("Sender.finish", ""),
+    "Gradients are summed over ranks": ("Sender.send", ""),
     "The optimizer changes the weights": ("AdamW.step", ""),
     "Logprobs, values and scores are inferred": ("read_output", "infer.py"),
     "Advantages are computed": ("estimate_advantages", ""),

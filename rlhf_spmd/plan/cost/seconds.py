@@ -198,7 +198,7 @@ class Cost:
         host memory and go back if they are offloaded."""
         params = num_trained(self.workload.shape(model), layout.shard(rank))
         mine = params / layout.dp if layout.zero else params
-        sent = step_messages(self.workload, model, layout, rank, num_passes)
+        sent = step_messages(self.workload, model, layout, rank, num_passes, self.cluster.node_of)
         sent_s = sum(one.number * self.collective_s(one) for one in sent)
         away = layout.offload * (8 + 4 * (self.workload.param_bytes < 4))  # bytes of each weight in host memory
         moved_s = away * mine / self.device(rank).host_bytes_per_s

@@ -1,11 +1,13 @@
 """The collectives of an optimizer step, as the train engines send them (runtime/engines/).
 
 The own engine sums gradients once a step (under stage 2 also for every micro-batch): a rank gets its part of them from
-all replicas, then sums it over the slices and stages that share weights. DeepSpeed's stage 3 scatters the sums of every
-micro-batch. It gathers the weights for every forward, and again for the backward pass, but for the last REUSE_NUMEL / 2
-numbers of the model, which it keeps in between. (Measured with 0.19.8, tests/mpi/test_step_messages.py.)
+all replicas, between nodes from those on its node first, then sums it over the slices and stages that share weights.
+DeepSpeed's stage 3 scatters the sums of every micro-batch. It gathers the weights for every forward, and again for the
+backward pass, but for the last REUSE_NUMEL / 2 numbers of the model, which it keeps in between. (Measured with 0.19.8,
+tests/mpi/test_step_messages.py.)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlhf_spmd.plan.cost.memory import num_params, num_trained
@@ -34,10 +36,13 @@ class Collective:
     number: int = 1
 
 
-def step_messages(workload: Workload, model: str, layout: Layout, rank: int, num_passes: int) -> list[Collective]:
+def step_messages(
+    workload: Workload, model: str, layout: Layout, rank: int, num_passes: int, node_of: Callable[[int], int]
+) -> list[Collective]:
     """Returns what a rank sends in an optimizer step of a model, but for what the passes of slices and stages send.
 
     num_passes: micro-batches of the rank that has the most; the others add blank ones.
+    node_of: the node of a rank.
     """
     shape, shard, data = workload.shape(model), layout.shard(rank), layout.data_ranks(rank)
     zero = 0 if layout.dp == 1 else layout.zero if shape.adapters is None else min(layout.zero, 1)
@@ -46,8 +51,10 @@ def step_messages(workload: Workload, model: str, layout: Layout, rank: int, num
     boxes = [(weight, numbers_in(box)) for weight in trained_weights_of(shape) if (box := weight.box(shard))]
     whole = sum(size for weight, size in boxes if weight.cut is None)
     partial = workload.param_bytes if zero == 3 else GRADIENT_BYTES
+    kind, (inside, between) = "reduce-scatter" if zero == 3 else "all-to-all", layout.sum_ranks(rank, node_of)
     sent = [
-        Collective("reduce-scatter" if zero == 3 else "all-to-all", data, GRADIENT_BYTES * numbers, sums),
+        Collective(kind, inside, GRADIENT_BYTES * numbers, sums),
+        Collective(kind, between, GRADIENT_BYTES * numbers // len(inside), sums),
         Collective("all-reduce", layout.tensor_ranks(rank), partial * whole // parts, num_passes if zero == 3 else 1),
         Collective("all-reduce", layout.model_ranks(rank), SQUARES_BYTES),
     ]

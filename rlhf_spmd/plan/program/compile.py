@@ -314,7 +314,7 @@ class _Compiler:
 
     def _inner_groups(self) -> None:
         """Makes the groups inside the layouts: slices of a stage, a copy of the model, the ranks of one shard if they
-        sum gradients or gather weights, and stages of a slice."""
+        sum gradients or gather weights, those of them that sum on and between nodes, and stages of a slice."""
         for call in self.workload.workflow.placed_calls:
             layout = self.placement.layouts[call.name]
             for rank in layout.ranks if self.workload.models[call.model] is not None else ():
@@ -324,6 +324,10 @@ class _Compiler:
                     self._group(layout.data_ranks(rank))
                     self._group(layout.tied_ranks(rank))
                 self._group(layout.stage_ranks(rank), STAGES)
+            for rank in layout.model_ranks(layout.ranks[0]) if isinstance(call, Train) else ():
+                rows = layout.sum_grid(rank, self.cluster.node_of)
+                for ranks in (*rows, *zip(*rows, strict=True)):
+                    self._group(ranks)
 
     def _emit_delayed(self) -> None:
         """Emits what the ranks that only receive new weights wait for in the next iteration."""

@@ -4,8 +4,9 @@ DeepSpeed is not used here: its stage 0 is silently wrong with two engines on th
 its stage 1 reduces gradients inside the backward pass, where pipeline stages that share embeddings cannot meet.
 
 Replicas sum gradients by buckets (flat_layout.py): each rank gets its part of a bucket from all, and adds these in the
-order of the ranks. So the sums have the same bits at any stage, on every replica and in buckets of any size. Slices
-and stages that share a weight then sum these sums. For the norm, each replica adds the squares of its parts.
+order of the ranks; between nodes, on each node first. So the sums have the same bits at any stage, on every replica and
+in buckets of any size. Slices and stages that share a weight then sum these sums. For the norm, each replica adds the
+squares of its parts.
 
 ZeRO 1 (arXiv 1910.02054, section 5.1) shards the optimizer's state and float32 masters: each data-parallel rank updates
 its parts of the flat weights, then the parts are all-gathered. At stage 0 the parts of the gradients are all-gathered
@@ -40,6 +41,7 @@ class Groups:
     """The process groups of a rank in a train call's layout; None for a group of one rank."""
 
     data: dist.ProcessGroup | None = None  # ranks with the same shard of the weights: sum gradients
+    sums: tuple[dist.ProcessGroup, ...] = ()  # row and column of these in which they do so (Layout.sum_grid)
     tensor: dist.ProcessGroup | None = None  # slices of one stage: sum the gradients of weights that are not split
     model: dist.ProcessGroup | None = None  # all shards of one copy: sum the squares of the norm
     tied: dist.ProcessGroup | None = None  # first and last stage, if they share embeddings
@@ -86,7 +88,7 @@ class FlatEngine:
         self._gradients: Sequence[Tensor] = ()  # of what it updates
         self._part_sums: PartSums | None = None
         if groups.data is not None and options.zero == 2:
-            self._part_sums = PartSums(layout, groups.data, self._parts, each=options.sums_each_pass)
+            self._part_sums = PartSums(layout, groups.sums or [groups.data], self._parts, each=options.sums_each_pass)
         elif wide != dtype:
             for index, p in enumerate(layout.weights):
                 p.register_post_accumulate_grad_hook(lambda p, index=index: move_gradient(p, self._views[index]))
@@ -178,7 +180,7 @@ class FlatEngine:
         if self._part_sums is not None:
             self._part_sums.finish()
         elif self._groups.data is not None and self._gradient is not None:
-            sender = Sender(self._groups.data, self._parts, adds=False)
+            sender = Sender(self._groups.sums or [self._groups.data], self._parts, adds=False)
             for index, bucket in enumerate(self._layout.buckets):
                 sender.send(index, self._gradient[bucket.interval])
             sender.finish()

@@ -2,7 +2,12 @@
 
 A bucket is sent as soon as it and those before it are complete, so all replicas send in one order, which communicators
 that work in order need. What a pass gives no gradient counts as 0.
+
+Between nodes, replicas on one node add first, and each sends on what those with its place on other nodes own. So a
+number crosses the network once for every other node, not for every rank there.
 """
+
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,30 +19,42 @@ from rlhf_spmd.runtime.engines.flat_layout import FlatLayout
 class Sender:
     """Sends buckets to the replicas that own their parts, and sums the parts that come from these."""
 
-    def __init__(self, group: dist.ProcessGroup, parts: list[Tensor], *, adds: bool):
-        """parts: this rank's part of each bucket, which is set to its sum, or to which that is added."""
-        self._group, self._parts, self._adds = group, parts, adds
-        self._under_way: tuple[dist.Work, Tensor, Tensor, int] | None = None
+    def __init__(self, groups: Sequence[dist.ProcessGroup], parts: list[Tensor], *, adds: bool):
+        """groups: row and column of this rank in the grid of the replicas; one of them if it has one row or column.
+
+        parts: this rank's part of each bucket, which is set to its sum, or to which that is added.
+        """
+        self._groups, self._parts, self._adds = groups, parts, adds
+        self._under_way: list[Iterator[bool]] = []  # the last bucket, and the one before if there are two groups
 
     def send(self, index: int, numbers: Tensor) -> None:
-        """Sends a bucket, and sums the one before, which has been under way meanwhile."""
-        received = torch.empty_like(numbers)
-        work = dist.all_to_all_single(received, numbers, group=self._group, async_op=True)
-        self.finish()
-        self._under_way = work, numbers, received, index
+        """Sends a bucket, and sums those before, which have been under way meanwhile."""
+        self._under_way.insert(0, self._sum(index, numbers))
+        self._go_on()
 
     def finish(self) -> None:
-        """Sums the bucket that is under way, in the order of the ranks."""
-        if self._under_way is not None:
-            work, _, received, index = self._under_way
+        """Sums the buckets that are under way."""
+        while self._under_way:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Sums what has been sent in a group, and sends it in the next one."""
+        self._under_way = [sums for sums in self._under_way if next(sums, False)]
+
+    def _sum(self, index: int, numbers: Tensor) -> Iterator[bool]:
+        """Sums a bucket in each group, in the order of the ranks; yields when it has been sent there."""
+        part = self._parts[index]
+        for group in self._groups:
+            # by receiver in this group: the parts that it owns, or sends in the next one
+            numbers = numbers.view(-1, group.size(), part.numel()).transpose(0, 1).contiguous()
+            received = torch.empty_like(numbers)
+            work = dist.all_to_all_single(received, numbers, group=group, async_op=True)
+            yield True
             work.wait()
-            total, *others = received.view(self._group.size(), -1)
-            for part in others:
-                total.add_(part)
-            if self._adds:
-                total.add_(self._parts[index])
-            self._parts[index].copy_(total)
-            self._under_way = None
+            numbers = _summed(received)
+        if self._adds:
+            numbers.add_(part)
+        part.copy_(numbers)
 
 
 class PartSums:
@@ -47,9 +64,9 @@ class PartSums:
     one. A single one is sent without.
     """
 
-    def __init__(self, layout: FlatLayout, group: dist.ProcessGroup, parts: list[Tensor], *, each: bool):
+    def __init__(self, layout: FlatLayout, groups: Sequence[dist.ProcessGroup], parts: list[Tensor], *, each: bool):
         self._layout, self._parts, self._each = layout, parts, each
-        self._sender = Sender(group, parts, adds=True)
+        self._sender = Sender(groups, parts, adds=True)
         self._weights = [{index for index, *_ in layout.intervals(bucket.interval)} for bucket in layout.buckets]
         self._whole: list[Tensor] | None = None  # of each weight
         self._flat: Tensor | None = None  # which these are views of
@@ -102,3 +119,11 @@ def move_gradient(weight: Tensor, into: Tensor) -> None:
     """Adds a micro-batch's gradient to the wide sum as soon as it is complete, and frees it."""
     into.add_(weight.grad)
     weight.grad = None
+
+
+def _summed(received: Tensor) -> Tensor:
+    """Adds what has come from each rank, in the order of the ranks, in memory of its own."""
+    total = received[0].clone()
+    for other in received[1:]:
+        total.add_(other)
+    return total.view(-1)

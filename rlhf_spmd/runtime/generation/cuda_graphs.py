@@ -19,9 +19,8 @@ import functools
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from torch import Tensor
 from rlhf_spmd.model.linear import Copies
 from rlhf_spmd.model.parallel import smallest
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime.generation.kv_cache import KVCache
 
 FEWEST_ROWS = 8  # with fewer rows a step takes no less time
 APART = 32  # rows between the larger sizes
@@ -64,9 +64,8 @@ class Graphs:
     def keep_for(self, model: Transformer, copies: Copies) -> None:
         """Drops the graphs unless the model's weights are where they were. Call it before the first step of a pass
         during which they stay there. Collective over the ranks of one copy, which must capture together."""
-        weights = (*model.parameters(), *(copies.joined.weights if copies.joined is not None else ()))
-        # copies of single weights are made anew for each engine
-        read: Hashable = weakref.ref(copies) if copies.forwards else tuple(weight.data_ptr() for weight in weights)
+        addresses = tuple(p.data_ptr() for p in model.parameters())  # also of weights that are joined where they lie
+        read: Hashable = weakref.ref(copies) if copies.forwards else addresses  # copies are made for one engine
         if not smallest(read == self._read, model.parallel, self.tables_BM.device):
             self._captured.clear()
             self._read, self._pool = read, None  # a pool ends with its last graph
@@ -74,7 +73,10 @@ class Graphs:
     def __call__(self, step: PaddedStep, tokens_B: Tensor, cached_B: Tensor) -> Tensor:
         """Runs the step for these rows -> hidden_BD, overwritten by the next call."""
         num_rows = len(tokens_B)
-        size = self._size_for(num_rows)
+        size = graph_size(num_rows)
+        self._seen[size] += 1
+        if self._seen[size] <= OCCURRENCES:
+            size = min((larger for larger in self._captured if larger >= size), default=0)
         if not size:
             return step(tokens_B, cached_B, self.tables_BM[:num_rows])
         if size not in self._captured:
@@ -84,14 +86,6 @@ class Graphs:
         self._cached_B[num_rows:size] = -1
         graph.replay()
         return hidden_BD[:num_rows]
-
-    def _size_for(self, num_rows: int) -> int:
-        """Returns the size of the graph to run: the smallest that has occurred often, or is captured; 0: none."""
-        size = graph_size(num_rows)
-        self._seen[size] += 1
-        if self._seen[size] > OCCURRENCES:
-            return size
-        return min((larger for larger in self._captured if larger >= size), default=0)
 
     def _capture(self, step: PaddedStep, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         inputs = self._tokens_B[:size], self._cached_B[:size].fill_(-1), self.tables_BM[:size]
@@ -137,17 +131,14 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-_KEPT: WeakKeyDictionary[Transformer, dict[Hashable, Graphs]] = WeakKeyDictionary()
+_KEPT: weakref.WeakKeyDictionary[Transformer, dict[Hashable, Graphs]] = weakref.WeakKeyDictionary()
 
 
-def graphs_of(model: Transformer, stored: Sequence[Tensor], tables_shape: tuple[int, int]) -> Graphs:
-    """Returns the graphs of a model over a cache: those of an engine that has ended, if its cache lay there.
-
-    stored: the tensors of the cache.
-    """
+def graphs_of(model: Transformer, cache: KVCache, tables_shape: tuple[int, int]) -> Graphs:
+    """Returns the graphs of a model over a cache: those of an engine that has ended, if its cache lay there."""
     kept = _KEPT.setdefault(model, {})
-    key = tables_shape, *((x.data_ptr(), x.shape) for x in stored)
-    kept[key] = kept.pop(key) if key in kept else Graphs(*tables_shape, stored[0].device)
+    key = tables_shape, *((x.data_ptr(), x.shape) for x in (cache.keys_LnKsd, cache.values_LnKsd))
+    kept[key] = kept.pop(key) if key in kept else Graphs(*tables_shape, cache.keys_LnKsd.device)
     for old in [*kept][:-KEPT]:
         del kept[old]
     return kept[key]

@@ -22,14 +22,14 @@ class Decoder:
     def __init__(self, model: Transformer, cache: KVCache, scheduler: Scheduler, copies: Copies):
         self.model, self.cache, self.scheduler = model, cache, scheduler
         self.device = cache.keys_LnKsd.device
-        shape, stored = scheduler.tables_BM.shape, (cache.keys_LnKsd, cache.values_LnKsd)
-        can_capture = cuda_graphs.can_capture(model, self.device)
-        self._graphs = cuda_graphs.graphs_of(model, stored, shape) if can_capture else None
-        # The GPU copies the scheduler's tables while the host continues. Before the scheduler writes them again, the
-        # host has waited for this step's tokens, so the copy is complete.
+        captures = cuda_graphs.can_capture(model, self.device)
+        self._graphs = cuda_graphs.graphs_of(model, cache, scheduler.tables_BM.shape) if captures else None
+        # The GPU copies the scheduler's tables while the host continues, which calls `wait` before the scheduler writes
+        # them again.
         pinned = self.device.type == "cuda"
+        self._begun = torch.cuda.Event(blocking=True) if pinned else None  # the device has begun with the last round
         self._written_BM = torch.zeros(scheduler.tables_BM.shape, dtype=torch.int32, pin_memory=pinned)
-        scheduler.tables_BM, scheduler.gathers = self._written_BM.numpy(), can_capture
+        scheduler.tables_BM, scheduler.gathers = self._written_BM.numpy(), captures
         self._has_copy = self._graphs is not None or self.device.type != "cpu"  # else both are the same tensor
         self._tables_BM = self._written_BM
         if self._graphs is not None:
@@ -42,6 +42,11 @@ class Decoder:
         """Begins rounds between which the weights stay where they are."""
         if self._graphs is not None:
             self._graphs.keep_for(self.model, self.copies)
+
+    def wait(self, *, ahead: bool) -> None:
+        """Waits for the device. ahead: only for what came before the last round, and for the copy of its tables."""
+        if self._begun is not None:
+            (self._begun if ahead else torch.cuda.current_stream(self.device)).synchronize()
 
     def round(
         self,
@@ -63,14 +68,13 @@ class Decoder:
         """
         tables_BM, new = self._tables(len(tokens_B)), (prompts, blocks, answered)
         if self._graphs is None or not len(tokens_B):
-            return self._launched(tokens_B, cached_B, tables_BM, *new)
-        hidden_BD = self._graphs(self._padded, tokens_B, cached_B)
+            return self._run(*self._prepared(tokens_B, cached_B, tables_BM, *new))
         if not prompts and not answered:
-            return hidden_BD
-        hidden_AD = self._launched(tokens_B[:0], cached_B[:0], tables_BM[:0], *new)
-        return torch.cat((hidden_BD, hidden_AD))
+            return self._graphs(self._padded, tokens_B, cached_B)
+        prepared = self._prepared(tokens_B[:0], cached_B[:0], tables_BM[:0], *new)  # waits for copies to the device
+        return torch.cat((self._graphs(self._padded, tokens_B, cached_B), self._run(*prepared)))
 
-    def _launched(
+    def _prepared(
         self,
         tokens_B: Tensor,
         cached_B: Tensor,
@@ -78,8 +82,8 @@ class Decoder:
         prompts: Sequence[Sequence[int]],
         blocks: Sequence[Sequence[int]],
         answered: Sequence[tuple[Sequence[int], int, Sequence[int]]],
-    ) -> Tensor | None:
-        """Runs one pass, whose kernels are launched one by one."""
+    ) -> tuple[Tensor, Round, Tensor | None]:
+        """Returns the tokens of a pass, its context, and the places of the rows' and of the last new tokens."""
         num_rows, lengths = len(tokens_B), [len(prompt) for prompt in prompts]
         step = self._step(cached_B, cached_B, tables_BM) if num_rows else None
         prefill = continued = None
@@ -90,14 +94,17 @@ class Decoder:
             more, cached, tables = zip(*answered, strict=True)
             continued = self._continued(list(map(len, more)), cached, tables)
             prompts, lengths = [*more, *prompts], [*map(len, more), *lengths]
+        context, places_A = Round(step, prefill, self.copies.joined, continued), None
         if prompts:
             new_N = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
             tokens_B = torch.cat((tokens_B, new_N))
-        hidden = self.model.through_stages(tokens_B, Round(step, prefill, self.copies.joined, continued))
-        if not self.model.parallel.is_last or not prompts:
-            return hidden if self.model.parallel.is_last else None
-        last_A = torch.tensor(lengths, device=self.device).cumsum(0) - 1 + num_rows
-        return torch.cat((hidden[:num_rows], hidden[last_A]))
+            places_A = torch.tensor([1] * num_rows + lengths, device=self.device).cumsum(0) - 1
+        return tokens_B, context, places_A
+
+    def _run(self, tokens_N: Tensor, context: Round, places_A: Tensor | None) -> Tensor | None:
+        """Runs a pass, whose kernels are launched one by one."""
+        hidden_ND = self.model.through_stages(tokens_N, context)
+        return (hidden_ND if places_A is None else hidden_ND[places_A]) if self.model.parallel.is_last else None
 
     def _continued(self, more: Sequence[int], cached: Sequence[int], tables: Sequence[Sequence[int]]) -> Continued:
         """Returns the attention context of rows with some tokens in the cache that get more."""
@@ -111,6 +118,8 @@ class Decoder:
             used = len(self.scheduler.rows)  # includes new rows, which are decoded from the next round on
             self._tables_BM[:used].copy_(self._written_BM[:used], non_blocking=True)
             self.scheduler.has_new_tables = False
+        if self._begun is not None:
+            self._begun.record()
         return self._tables_BM[:num_rows]
 
     def _step(self, positions_B: Tensor, cached_B: Tensor, tables_BM: Tensor) -> DecodeStep:

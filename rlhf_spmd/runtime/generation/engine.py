@@ -10,6 +10,10 @@ pass if no CUDA graph runs the latter. A token depends only on its context and i
 rows, block sizes, preemption or ranks. In an episode (episodes.py), a row whose turn has ended keeps its cache outside
 the batch, until its answer is appended and it goes on.
 
+Where graphs run, a round is launched before the host reads which rows ended in the one before, so the device need not
+wait for the host. These rows draw a token more, which is in no result. Rounds in which a row might be preempted, and
+those of requests with stop texts or several turns, wait.
+
 All ranks of one copy of the model run the same scheduler. Hidden states go from stage to stage; the ranks of the last
 stage draw the same tokens and send them to the other stages.
 """
@@ -42,6 +46,10 @@ from rlhf_spmd.runtime.generation.scheduler import Admission, Blocks, RunningReq
 
 PREFILL_TOKENS = 4096  # limit of one prefill with more than one prompt
 WAIT_S = 1.0  # for an answer, before the engine looks again
+
+
+# The rows of a round, which of them are over (on the host, once the device is there), and which ended their turn
+Drawn = tuple[list[RunningRequest], Tensor, Tensor]
 
 
 class Engine:
@@ -99,12 +107,14 @@ class Engine:
         blocks_per_row, one_block = -(-longest // block_size), block_size >= longest
         blocks = Blocks(num_blocks, block_size)
         self.scheduler = Scheduler(blocks, max_sequences, PREFILL_TOKENS, blocks_per_row, one_block=one_block)
+        self.decoder = Decoder(model, self.cache, self.scheduler, self._copies)
         self.requests, self.longest, self.num_preempted = Requests(self.device, num_stored), longest, 0
         self._batch = Batch(torch.zeros(6, 0, dtype=torch.int64, device=self.device))
+        self.runs_ahead = self.scheduler.gathers  # launches a round before it reads what ended in the one before
+        self._unread: list[Drawn] = []  # rounds that are under way
         self._is_stuck = False  # until an answer comes
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # prompt key -> where the hidden_D of its last token is
         self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
-        self.decoder = Decoder(model, self.cache, self.scheduler, self._copies)
         self._holes_H = known.columns_of_holes(mine, self.device)
         self._banned = torch.tensor(
             [token - mine.start for token in eos_ids if token in mine], dtype=torch.int64, device=self.device
@@ -150,6 +160,7 @@ class Engine:
                 missing.difference_update(ended)
                 if progress is not None:
                     progress(len(ended), num_tokens)
+        self.decoder.wait(ahead=False)  # a round under way reads the weights
 
     def results(self, numbers: range) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns responses_RG (-1 after the end), logprobs_RG under the distribution sampled from (0 after the end)
@@ -164,6 +175,8 @@ class Engine:
         """Runs one pass: draws a token for every row, including new ones. Returns the requests that ended, and the
         number of tokens."""
         over, answers = self._answers() if self.scheduler.outside else ([], [])
+        ahead = self.runs_ahead and self.turns is None and not self.requests.has_stops and self.scheduler.has_room
+        over += self._read(0) if self._unread and not ahead else []
         preempted = self.scheduler.grow()
         if preempted:
             self.num_preempted += len(preempted)
@@ -180,7 +193,15 @@ class Engine:
             new = [row for row, _ in answered] + [one.row for one in admitted]
             self._batch = self._batch.with_rows(new, self.requests)
         num_tokens = len(self._batch)
-        return over + self._draw(hidden_BD), num_tokens
+        self._unread.append(self._draw(hidden_BD))
+        ended = self._read(int(ahead))
+        return over + ended, num_tokens - ahead * len(ended)  # of those that had ended another token was drawn
+
+    def _read(self, num_left: int) -> list[int]:
+        """Reads which rows ended in the rounds under way, up to the last num_left; these rows are removed -> their
+        requests."""
+        self.decoder.wait(ahead=num_left > 0)
+        return [request for _ in self._unread[num_left:] for request in self._removed(*self._unread.pop(0))]
 
     def _answers(self) -> tuple[list[int], list[Answer]]:
         """Takes what has come back to rows outside: the requests that it ends, and the answers with which others go
@@ -239,8 +260,8 @@ class Engine:
         places = [place.get(one.row.request) or self._last_hidden[one.row.key] for one in admitted]
         return torch.cat((hidden[:before], torch.stack([hidden_ND[i] for hidden_ND, i in places])))
 
-    def _draw(self, hidden_BD: Tensor | None) -> list[int]:
-        """Draws a token for every row -> the requests that have ended; their rows are removed."""
+    def _draw(self, hidden_BD: Tensor | None) -> Drawn:
+        """Draws a token for every row."""
         batch, requests = self._batch, self.requests
         index_B = batch.request_B - requests.first
         tokens_B = torch.empty_like(batch.token_B)
@@ -257,19 +278,23 @@ class Engine:
         ended_B = torch.isin(tokens_B, self._eos_E)
         if requests.has_stops:
             ended_B |= self._stopped(batch)
-        said_B, ended_B = ended_B, ended_B | (batch.drawn_B >= batch.most_B)
-        rows = [row for row, has_ended in enumerate(ended_B.tolist()) if has_ended]  # waits for the device
+        over_B = ended_B | (batch.drawn_B >= batch.most_B)
+        return [*self.scheduler.rows], over_B.to("cpu", non_blocking=True), ended_B
+
+    def _removed(self, drawn: Sequence[RunningRequest], over_B: Tensor, said_B: Tensor) -> list[int]:
+        """Removes rows that are over from the batch -> their requests; those whose turn has ended wait for an answer.
+
+        drawn: the rows of the round in which they ended. In each later round under way a token was drawn for them.
+        """
+        requests, more = self.requests, 1 - len(self._unread)  # the last token of a row is not in the cache
+        over = {row.request for row, is_over in zip(drawn, over_B.tolist(), strict=True) if is_over}
+        rows = [index for index, row in enumerate(self.scheduler.rows) if row.request in over]
         if not rows:
             return []
         said = [row for row in rows if said_B[row]] if self.turns is not None else []
-        return self._removed([row for row in rows if row not in said], said)
-
-    def _removed(self, rows: Sequence[int], said: Sequence[int]) -> list[int]:
-        """Removes rows that have ended from the batch -> their requests. said: rows whose turn has ended, which wait
-        for an answer."""
-        requests = self.requests
+        rows = [row for row in rows if row not in said]
         ended, outside = ([self.scheduler.rows[row] for row in some] for some in (rows, said))
-        lengths = {row.request: self.scheduler.num_cached(row) - row.num_prompt + 1 for row in (*ended, *outside)}
+        lengths = {row.request: self.scheduler.num_cached(row) - row.num_prompt + more for row in (*ended, *outside)}
         for row in ended:
             requests.lengths[row.request - requests.first] = lengths[row.request]
             if self.turns is not None:

@@ -74,7 +74,7 @@ class Requests:
         self.sampling += each
         self.lengths += [None] * num
         self.most += [one.max_new_tokens for one in each]
-        width = max(width, self.bits_RG.shape[1])
+        width = max(width + 1, self.bits_RG.shape[1])  # a token is drawn after the last one, before its row is removed
         self.bits_RG = _stack(self.bits_RG, bits_RG.to(self.device), width, 0)
         self.responses_RG = _stack(self.responses_RG, self.responses_RG.new_empty(num, 0), width, -1)
         self.logprobs_RG = _stack(self.logprobs_RG, self.logprobs_RG.new_empty(num, 0), width, 0)
@@ -121,7 +121,11 @@ class Requests:
         """Returns responses_RG, logprobs_RG, support_RGK of requests that have ended."""
         part = slice(numbers.start - self.first, numbers.stop - self.first)
         assert all(length is not None for length in self.lengths[part]), "some of these requests have not ended"
-        return self.responses_RG[part], self.logprobs_RG[part], self.support_RGK[part] if self.num_stored else None
+        responses_RG, logprobs_RG = self.responses_RG[part, :-1], self.logprobs_RG[part, :-1]
+        places_G = torch.arange(responses_RG.shape[1], device=self.device)
+        after_RG = places_G >= torch.tensor(self.lengths[part], device=self.device)[:, None]
+        support_RGK = self.support_RGK[part, :-1].masked_fill(after_RG[..., None], -1) if self.num_stored else None
+        return responses_RG.masked_fill(after_RG, -1), logprobs_RG.masked_fill(after_RG, 0.0), support_RGK
 
     def forget(self, before: int) -> None:
         """Drops the requests with smaller numbers."""
@@ -165,4 +169,5 @@ class Batch:
 
     def picked(self, order: Sequence[int]) -> "Batch":
         """Returns the rows `order`, in that order."""
-        return Batch(self.rows_FB[:, torch.tensor(order, dtype=torch.int64, device=self.rows_FB.device)])
+        order_B = torch.tensor(order, dtype=torch.int64, pin_memory=self.rows_FB.is_cuda)  # else the host would wait
+        return Batch(self.rows_FB[:, order_B.to(self.rows_FB.device, non_blocking=True)])

@@ -159,7 +159,12 @@ class Scheduler:
         """Moves requests from the queue to `rows` while there are free rows and blocks."""
         admitted: list[Admission] = []
         tokens = 0
-        if self._is_gathering():
+        if (
+            self.gathers
+            and not self._is_open
+            and GATHERED * self._num_left < len(self.rows)
+            and self._steps - self._admitted < GATHERED_STEPS
+        ):
             return admitted
         self._is_open = False
         while self.waiting and len(self.rows) + sum(bool(row.blocks) for row in self.outside) < self.max_rows:
@@ -192,11 +197,6 @@ class Scheduler:
         if admitted:
             self._next_full, self._admitted, self._num_left = 0, self._steps, 0
         return admitted
-
-    def _is_gathering(self) -> bool:
-        """Returns whether free rows wait for others."""
-        is_due = GATHERED * self._num_left >= len(self.rows) or self._steps - self._admitted >= GATHERED_STEPS
-        return self.gathers and not self._is_open and not is_due
 
     def _clear(self, index: int) -> None:
         """Frees, with one block for each row, the block of the next row of the batch if a row outside has it."""
@@ -278,6 +278,11 @@ class Scheduler:
             self._next_full = self._steps + min((self._room(row) for row in self.rows), default=0)
         self._steps += 1
         return preempted
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next step preempts no row."""
+        return self.one_block or self._steps < self._next_full or len(self.rows) <= self.blocks.num_free
 
     def _room(self, row: RunningRequest) -> int:
         """Returns the number of further tokens that the row's blocks can hold."""

@@ -187,10 +187,12 @@ class RankModels:
                     weight.requires_grad_(name in trained)
                 model.recompute = layout.recompute
                 tied = model.head == "lm" and model.config.tie_embeddings
+                sums = layout.sum_ranks(rank, self.program.cluster.node_of)
                 self.engines[call.model] = make_engine(
                     model,
                     groups=Groups(
                         data=self._group(layout.data_ranks(rank)),
+                        sums=tuple(group for ranks in sums if (group := self._group(ranks)) is not None),
                         tensor=self._group(layout.tensor_ranks(rank)),
                         model=self._group(layout.model_ranks(rank)),
                         tied=self._group(layout.tied_ranks(rank)) if tied else None,

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,9 +115,10 @@ def test_steps_have_the_environment_of_runs(monkeypatch, tmp_path):
     assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and found["NCCL_SET_THREAD_NAME"] == "1"
     slept: list[int] = []
     monkeypatch.setattr(steps, "sleep_while_waiting", slept.append)
-    for dry in (True, False):
-        steps.run_one(planted("passes"), Light("passes", tmp_path, tmp_path, dry))
-    assert slept == [0]
+    for sleeps, dry in ((True, True), (True, False), (False, False)):
+        step = replace(planted("passes"), sleeps=sleeps)
+        steps.run_one(step, Light("passes", tmp_path, tmp_path, dry))
+    assert slept == [0] and [step.name for step in STEPS if not step.sleeps] == ["decode-spinning"]
 
 
 def walked_dry(folder: Path, *options: str) -> dict[str, dict]:

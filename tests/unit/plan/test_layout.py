@@ -39,6 +39,17 @@ def test_one_grid():
     assert layout.group == "ranks 4-15"
 
 
+def test_gradients_are_summed_on_nodes_first():
+    """Only if there are several nodes, each with as many ranks of a shard."""
+    node_of = Cluster.parse("2x4", "cpu").node_of
+    assert Layout.data_parallel((5, 4, 1, 0)).sum_ranks(4, node_of) == ((4, 5), (0, 4))
+    assert Layout.grid_of(range(8), tp=2).sum_ranks(7, node_of) == ((5, 7), (3, 7))
+    assert Layout.grid_of(range(8), tp=4).sum_ranks(1, node_of) == ((1,), (1, 5))
+    assert Layout.data_parallel(range(4)).sum_ranks(2, node_of) == ((0, 1, 2, 3), (2,))
+    assert Layout.data_parallel(range(3, 6)).sum_ranks(4, node_of) == ((4,), (3, 4, 5))  # one here, two there
+    assert Layout.data_parallel(range(8), zero=3).sum_ranks(2, node_of) == ((2,), tuple(range(8)))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [{"ranks": (0, 0.5), "dp": 2}, {"ranks": ("0",), "dp": 1}, {"ranks": (0, 1), "dp": 4 / 2}, {"ranks": 3, "dp": 3}],

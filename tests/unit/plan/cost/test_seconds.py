@@ -149,6 +149,17 @@ def test_collectives_between_nodes():
     assert cost.collective_s(Collective("all-to-all", (0, 1), 4e9)) == pytest.approx(2.0)
 
 
+def test_gradients_cross_the_network_once_for_each_other_node():
+    """Of each of 2x2 ranks a quarter of them: the half of a sum that the other node owns, by two ranks at once."""
+    free = {"matrix_flops": 1e30, "memory_bytes_per_s": 1e30, "inside": Link(1e30, 0.0), "between": Link(1e6, 0.0)}
+    numbers = num_params(SHAPE, Shard())
+    for zero, gathered in ((0, 4), (1, 2), (2, 2)):
+        case = cost_of(machine(**free), 4, "2x2", train={"zero": zero})
+        gathered_s = 3 / 4 * gathered * numbers / 2e6  # in a ring, which has the links of both
+        seconds = case.times.run_s(0, Run("actor_train", mini_batch=1))
+        assert seconds == pytest.approx(gathered_s + 4 * numbers / 4 / 1e6, rel=1e-3)
+
+
 def test_zero_3_gathers_and_gradients_are_summed():
     free = {"matrix_flops": 1e30, "inside": Link(1e6, 0.0)}
     params = num_params(SHAPE, Shard())

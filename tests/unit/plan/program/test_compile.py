@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rlhf_spmd.plan.calls import is_current
 from rlhf_spmd.plan.cost.memory import num_params
+from rlhf_spmd.plan.layout import group_name
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
 from rlhf_spmd.plan.proof.check import check
@@ -170,9 +171,14 @@ def test_a_list_holds_each_run_of_its_rank_and_ends_with_agreement(program):
 
 @given(program=programs())
 @any_program
-def test_groups_are_those_of_collective_runs_and_whole_layouts(program):
+def test_groups_are_those_of_collective_runs_and_of_sums(program):
+    """Whole layouts; where replicas of a model are on several nodes, also those of one node, and those in one place on
+    each."""
     layouts = program.placement.layouts
     entered = {step.group for steps in program.instructions for step in steps if isinstance(step, Run)} - {None}
+    for call in program.workload.workflow.train_calls:
+        for rank in (layout := layouts[call.name]).ranks:
+            entered |= {group_name(some) for some in layout.sum_ranks(rank, program.cluster.node_of) if len(some) > 1}
     assert entered == set(program.groups)
     assert all(len(ranks) > 1 for ranks in program.groups.values())
     for steps in program.instructions:

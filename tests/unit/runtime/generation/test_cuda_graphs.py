@@ -94,7 +94,7 @@ def test_prompts_have_a_pass_of_their_own(captured, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "OCCURRENCES", 0)
     model = make_model()
     engine = make_engine(model, max_sequences=5, block_size=4)
-    whole, launch, eager, found = engine.decoder.round, engine.decoder._launched, [], []
+    whole, prepare, eager, found = engine.decoder.round, engine.decoder._prepared, [], []
 
     def noted(tokens_B, cached_B, prompts, *others):
         before, eager[:] = StandIn.replays, []
@@ -102,12 +102,12 @@ def test_prompts_have_a_pass_of_their_own(captured, monkeypatch):
         found.append((len(tokens_B), len(prompts), StandIn.replays - before, [*eager]))
         return hidden_BD
 
-    def launched(tokens_B, *others):
+    def prepared(tokens_B, *others):
         eager.append(len(tokens_B))
-        return launch(tokens_B, *others)
+        return prepare(tokens_B, *others)
 
     monkeypatch.setattr(engine.decoder, "round", noted)
-    monkeypatch.setattr(engine.decoder, "_launched", launched)
+    monkeypatch.setattr(engine.decoder, "_prepared", prepared)
     run(engine, make_prompts(19), draws(19), Sampling(MAX_NEW, min_new_tokens=2))
     assert all(replays == (num_rows > 0) for num_rows, _, replays, _ in found)
     assert all(eager == [0] * (num_prompts > 0) for _, num_prompts, _, eager in found)
@@ -236,7 +236,9 @@ def test_graphs_outlive_training_where_the_cache_has_the_memory_of_gradients(
     assert (captures[2:] == [0, 0]) == last and captures[0] > 0
 
 
-def test_engines_that_live_at_the_same_time_share_no_graph(captured):
+def test_engines_that_live_at_the_same_time_share_no_graph(request):
+    expected, _, _ = responses({"max_sequences": 19})
+    request.getfixturevalue("captured")
     model, settings = make_model(), SETTINGS["blocks of 4"] | {"num_steps": 0}
     engines = [make_engine(model, **settings) for _ in range(2)]
     numbers = [engine.submit(make_prompts(19), draws(19), Sampling(MAX_NEW, min_new_tokens=2)) for engine in engines]
@@ -244,7 +246,7 @@ def test_engines_that_live_at_the_same_time_share_no_graph(captured):
         for engine, requests in zip(engines, numbers, strict=True):
             engine.run(requests[mini_batch])
     found = [rows(engine.results(requests)[0]) for engine, requests in zip(engines, numbers, strict=True)]
-    assert found[0] == found[1] == responses({"max_sequences": 19})[0]
+    assert found[0] == found[1] == expected and StandIn.replays > MAX_NEW
 
 
 class Graph:

@@ -72,6 +72,85 @@ def test_responses_do_not_depend_on_the_settings(shape, each):
         assert (engine.num_preempted > 0) == name.startswith("preempting"), (name, engine.num_preempted)
 
 
+def ahead(monkeypatch) -> list[tuple[int, int]]:
+    """Lets engines of a CPU launch a round before they read what ended in the one before, as those of a GPU do ->
+    rounds that are left under way and those that are read, at each read."""
+    read, reads, make = Engine._read, [], Engine.__init__
+
+    def noted(engine, num_left):
+        reads.append((num_left, len(engine._unread)))
+        return read(engine, num_left)
+
+    def made(engine, *arguments, **settings):
+        make(engine, *arguments, **settings)
+        engine.runs_ahead = True
+
+    monkeypatch.setattr(Engine, "__init__", made)
+    monkeypatch.setattr(Engine, "_read", noted)
+    return reads
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["alike", "all different"])
+def test_rounds_launched_ahead_draw_the_same(each, monkeypatch):
+    """By end of sequence and by length, with admissions, in every order of blocks; what is drawn after an end is not
+    in the results, whose memory it has written to."""
+    model, num = make_model(), 23
+    prompts, bits_RG = make_prompts(num), draws(num)
+    sampling = some_sampling(num) if each else Sampling(MAX_NEW, min_new_tokens=2, temperature=0.9, top_k=5)
+    expected = [
+        of_engine(make_engine(model, num_stored=30, **one), prompts, bits_RG, sampling) for one in SETTINGS.values()
+    ]
+    reads = ahead(monkeypatch)
+    for (name, settings), (responses_RG, logprobs_RG, support_RGK, tokens) in zip(
+        SETTINGS.items(), expected, strict=True
+    ):
+        reads.clear()
+        engine = make_engine(model, num_stored=30, **settings)
+        found_RG, found_logprobs_RG, found_RGK, found_tokens = of_engine(engine, prompts, bits_RG, sampling)
+        assert torch.equal(found_RG, responses_RG) and torch.equal(found_RGK, support_RGK), name
+        torch.testing.assert_close(found_logprobs_RG, logprobs_RG, atol=3e-5, rtol=0)
+        assert found_tokens == tokens == (found_RG >= 0).sum(), name
+        assert (engine.requests.responses_RG >= 0).sum() > tokens, "nothing was drawn after an end"
+        assert (1, 2) in reads and max(reads) == (1, 2), "a round is launched before the one before is read"
+        assert ((0, 1) in reads) == name.startswith("preempting"), "a row that is put back must not be in two rounds"
+        assert engine.is_idle and engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
+
+
+def of_engine(engine: Engine, prompts, bits_RG, sampling) -> tuple:
+    """Returns results, and how many tokens the engine tells."""
+    told: list[tuple[int, int]] = []
+    numbers = engine.submit(prompts, bits_RG, sampling)
+    engine.run(progress=lambda *round_: told.append(round_))
+    assert sum(ended for ended, _ in told) == len(prompts)
+    return *engine.results(numbers), sum(num for _, num in told)
+
+
+def test_rounds_ahead_across_mini_batches(monkeypatch):
+    """A round may be under way when a mini-batch ends, others come and the first is forgotten."""
+    model, num = make_model(), 20
+    prompts, bits_RG = make_prompts(num), draws(num)
+    expected = run(make_engine(model, max_sequences=num), prompts, bits_RG, Sampling(MAX_NEW))[0]
+    reads = ahead(monkeypatch)
+    engine, found, before = make_engine(model, max_sequences=4, block_size=4), [], range(0)
+    for first in range(0, num + 5, 5):
+        part = slice(first, first + 5)
+        numbers = engine.submit(prompts[part], bits_RG[part], Sampling(MAX_NEW))
+        engine.run(before)
+        found += rows(engine.results(before)[0]) if before else []
+        engine.requests.forget(before.stop)
+        before = numbers
+    assert found == expected and max(reads) == (1, 2) and engine.is_idle
+
+
+def test_stop_texts_are_looked_for_before_the_next_round(monkeypatch):
+    model, num = make_model(), 12
+    sampling = Sampling(MAX_NEW, stop=("ab", "q"))
+    expected = run(make_engine(model, decode=decode), make_prompts(num), draws(num), sampling)[0]
+    reads = ahead(monkeypatch)
+    assert run(make_engine(model, decode=decode), make_prompts(num), draws(num), sampling)[0] == expected
+    assert {left for left, _ in reads} == {0}
+
+
 def test_each_request_gets_what_it_would_get_alone():
     model, num = make_model(), 12
     prompts, bits_RG, sampling = make_prompts(num), draws(num), some_sampling(num)
