@@ -190,8 +190,8 @@ def test_memory_is_kept_for_evaluations(capsys, tmp_path):
     assert main(["plan", *cluster, "--method", "two_phase", "--out", out, *words]) == 0
     assert main(["check", out, *cluster, "--device-type", "a100-80g", *words]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["ok"] is True
-    message = refusal(capsys, *cluster, "--method", "two_phase", words[0], "eval.max_new_tokens=180000")
-    assert "that fits 1x4 was found" in message and "eval.max_new_tokens=180000, " in message
+    message = refusal(capsys, *cluster, "--method", "two_phase", words[0], "eval.max_new_tokens=700000")
+    assert "that fits 1x4 was found" in message and "eval.max_new_tokens=700000, " in message
 
 
 def test_a_launcher_is_refused(capsys, monkeypatch):

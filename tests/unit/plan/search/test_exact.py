@@ -62,7 +62,7 @@ def test_the_markov_chain_finds_the_best_of_a_small_space(num_bytes):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("num_bytes", [None, 12_500_000, 11_800_000])
+@pytest.mark.parametrize("num_bytes", [None, 12_800_000, 12_200_000])
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_exact_is_brute_force_one_iteration_ahead(num_bytes, epochs):
     """Now the calls that draw take longest, now those that train."""
@@ -78,9 +78,10 @@ def test_exact_is_brute_force_one_iteration_ahead(num_bytes, epochs):
 
 def test_exact_is_brute_force_where_ranks_that_train_have_little_room():
     """One iteration ahead: for the weights that they send to those that draw."""
-    space, best = small_space(model_of("2x4", 13_000_000, epochs=1, ahead=1), random.Random(2), 4), Best(20)
-    assert exact(space, best, Budget()) == best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
-    assert best.seconds < inf
+    for seed in (0, 3, 6, 7):
+        space, best = small_space(model_of("2x4", 13_000_000, epochs=1, ahead=1), random.Random(seed), 4), Best(20)
+        assert exact(space, best, Budget()) == best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
+        assert best.seconds < inf
 
 
 def test_exact_is_brute_force_on_a_base_that_models_have_in_common():
