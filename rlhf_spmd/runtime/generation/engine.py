@@ -48,10 +48,6 @@ PREFILL_TOKENS = 4096  # limit of one prefill with more than one prompt
 WAIT_S = 1.0  # for an answer, before the engine looks again
 
 
-# The rows of a round, which of them are over (on the host, once the device is there), and which ended their turn
-Drawn = tuple[list[RunningRequest], Tensor, Tensor]
-
-
 class Engine:
     """Generates with one copy of a model. Weights must not change between the tokens of a request; between two calls of
     `run` they may move to other memory."""
@@ -111,7 +107,7 @@ class Engine:
         self.requests, self.longest, self.num_preempted = Requests(self.device, num_stored), longest, 0
         self._batch = Batch(torch.zeros(6, 0, dtype=torch.int64, device=self.device))
         self.runs_ahead = self.scheduler.gathers  # launches a round before it reads what ended in the one before
-        self._unread: list[Drawn] = []  # rounds that are under way
+        self._unread: list[tuple[list[RunningRequest], Tensor, Tensor]] = []  # what `_draw` told of rounds under way
         self._is_stuck = False  # until an answer comes
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # prompt key -> where the hidden_D of its last token is
         self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
@@ -192,10 +188,15 @@ class Engine:
         if answered or admitted:
             new = [row for row, _ in answered] + [one.row for one in admitted]
             self._batch = self._batch.with_rows(new, self.requests)
-        num_tokens = len(self._batch)
         self._unread.append(self._draw(hidden_BD))
-        ended = self._read(int(ahead))
-        return over + ended, num_tokens - ahead * len(ended)  # of those that had ended another token was drawn
+        ended = self._read(1) if ahead else []
+        num_tokens = len(self._batch)  # without those of rows that had ended
+        if not ahead or all(
+            self.scheduler.num_cached(row) - row.num_prompt + 1 >= self.requests.most[row.request - self.requests.first]
+            for row in self.scheduler.rows
+        ):  # nobody goes on
+            ended += self._read(0)
+        return over + ended, num_tokens
 
     def _read(self, num_left: int) -> list[int]:
         """Reads which rows ended in the rounds under way, up to the last num_left; these rows are removed -> their
@@ -260,8 +261,9 @@ class Engine:
         places = [place.get(one.row.request) or self._last_hidden[one.row.key] for one in admitted]
         return torch.cat((hidden[:before], torch.stack([hidden_ND[i] for hidden_ND, i in places])))
 
-    def _draw(self, hidden_BD: Tensor | None) -> Drawn:
-        """Draws a token for every row."""
+    def _draw(self, hidden_BD: Tensor | None) -> tuple[list[RunningRequest], Tensor, Tensor]:
+        """Draws a token for every row -> the rows, which of them are over (on the host, once the device is there), and
+        which ended their turn."""
         batch, requests = self._batch, self.requests
         index_B = batch.request_B - requests.first
         tokens_B = torch.empty_like(batch.token_B)
@@ -278,8 +280,8 @@ class Engine:
         ended_B = torch.isin(tokens_B, self._eos_E)
         if requests.has_stops:
             ended_B |= self._stopped(batch)
-        over_B = ended_B | (batch.drawn_B >= batch.most_B)
-        return [*self.scheduler.rows], over_B.to("cpu", non_blocking=True), ended_B
+        over_B = (ended_B | (batch.drawn_B >= batch.most_B)).to("cpu", non_blocking=True)
+        return [*self.scheduler.rows], over_B, ended_B
 
     def _removed(self, drawn: Sequence[RunningRequest], over_B: Tensor, said_B: Tensor) -> list[int]:
         """Removes rows that are over from the batch -> their requests; those whose turn has ended wait for an answer.

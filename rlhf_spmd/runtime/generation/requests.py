@@ -122,8 +122,8 @@ class Requests:
         part = slice(numbers.start - self.first, numbers.stop - self.first)
         assert all(length is not None for length in self.lengths[part]), "some of these requests have not ended"
         responses_RG, logprobs_RG = self.responses_RG[part, :-1], self.logprobs_RG[part, :-1]
-        places_G = torch.arange(responses_RG.shape[1], device=self.device)
-        after_RG = places_G >= torch.tensor(self.lengths[part], device=self.device)[:, None]
+        lengths_R1 = torch.tensor(self.lengths[part], device=self.device)[:, None]
+        after_RG = torch.arange(responses_RG.shape[1], device=self.device) >= lengths_R1
         support_RGK = self.support_RGK[part, :-1].masked_fill(after_RG[..., None], -1) if self.num_stored else None
         return responses_RG.masked_fill(after_RG, -1), logprobs_RG.masked_fill(after_RG, 0.0), support_RGK
 

@@ -161,12 +161,13 @@ class Scheduler:
         tokens = 0
         if (
             self.gathers
+            and self.waiting
             and not self._is_open
             and GATHERED * self._num_left < len(self.rows)
             and self._steps - self._admitted < GATHERED_STEPS
         ):
             return admitted
-        self._is_open = False
+        self._is_open = not self.waiting
         while self.waiting and len(self.rows) + sum(bool(row.blocks) for row in self.outside) < self.max_rows:
             head = self.waiting[0]
             donor = self._donor(head)
@@ -193,7 +194,6 @@ class Scheduler:
             self._put(len(self.rows), 0, row.blocks)
             self.rows.append(row)
             admitted.append(Admission(head, row, donor, copy))
-        self._is_open |= not self.waiting
         if admitted:
             self._next_full, self._admitted, self._num_left = 0, self._steps, 0
         return admitted

@@ -112,7 +112,7 @@ def test_rounds_launched_ahead_draw_the_same(each, monkeypatch):
         assert found_tokens == tokens == (found_RG >= 0).sum(), name
         assert (engine.requests.responses_RG >= 0).sum() > tokens, "nothing was drawn after an end"
         assert (1, 2) in reads and max(reads) == (1, 2), "a round is launched before the one before is read"
-        assert ((0, 1) in reads) == name.startswith("preempting"), "a row that is put back must not be in two rounds"
+        assert engine.num_preempted > 0 or not name.startswith("preempting")
         assert engine.is_idle and engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
 
 
@@ -123,6 +123,15 @@ def of_engine(engine: Engine, prompts, bits_RG, sampling) -> tuple:
     engine.run(progress=lambda *round_: told.append(round_))
     assert sum(ended for ended, _ in told) == len(prompts)
     return *engine.results(numbers), sum(num for _, num in told)
+
+
+def test_no_round_is_launched_when_all_rows_reach_their_limits(monkeypatch):
+    model, num = make_model(), 6
+    ahead(monkeypatch)
+    engine, told = Engine(model, longest=LONGEST, max_sequences=num), []
+    engine.submit(make_prompts(num), draws(num), Sampling(MAX_NEW))
+    engine.run(progress=lambda *round_: told.append(round_))
+    assert told == [(0, num)] * (MAX_NEW - 1) + [(num, num)]
 
 
 def test_rounds_ahead_across_mini_batches(monkeypatch):

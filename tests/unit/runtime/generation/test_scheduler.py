@@ -242,3 +242,22 @@ def test_gathered_admissions_are_rare_and_cost_few_rows(num_blocks):
         rows[gathers] = sum(num for num, _ in rounds) / len(rounds)
     assert eager[True] <= 0.03 and eager[False] > 0.1, eager
     assert rows[True] > 0.95 * rows[False], rows
+
+
+def test_who_need_not_wait_for_other_free_rows():
+    """The rest of prompts that one pass can't take, and what comes to an empty queue; the others do."""
+    scheduler = Scheduler(Blocks(99, 4), 16, prefill_tokens=16, gathers=True)
+    scheduler.waiting.extend(waiting([(n, 4) for n in range(22)]))
+    taken = []
+    for ended in [[], [], [], [], [0], [0], [0, 1], [], []]:
+        scheduler.grow()
+        taken.append(len(scheduler.admit()))
+        scheduler.remove(ended)
+    # four prompts fill a pass; then a row waits until an eighth of the rows have left
+    assert taken == [4, 4, 4, 4, 0, 0, 2, 2, 0], taken
+    scheduler.waiting.clear()
+    scheduler.remove([0])
+    for new in ([], [WaitingRequest(22, 22, 4, 4)]):
+        scheduler.waiting.extend(new)
+        scheduler.grow()
+        assert len(scheduler.admit()) == len(new)
