@@ -24,12 +24,14 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.dropout import Dropout
 from rlhf_spmd.kernels.products import product, rows_for
-from rlhf_spmd.kernels.rmsnorm import rmsnorm
+from rlhf_spmd.kernels.rope import rope_in_place
 from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
+from rlhf_spmd.kernels.triton_import import fused
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Again, Linear, LowRank, Weight, lay_adjacent
+from rlhf_spmd.model.norm import RMSNorm
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -46,29 +48,6 @@ from rlhf_spmd.plan.adapters import A, Adapters, is_factor, site
 from rlhf_spmd.plan.shard import Shard
 
 Head = Literal["lm", "scalar"]
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467); half precisions are computed in float32."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None = None, *, fast: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns norm(x); with a residual, norm(x + residual) and x + residual.
-
-        fast: by the generation kernel.
-        """
-        if fast:
-            normed, total = rmsnorm(x, self.weight, self.eps, residual)
-        else:
-            total = x if residual is None else x + residual
-            normed = F.rms_norm(total, self.weight.shape, self.weight, self.eps)
-        return normed if residual is None else (normed, total)
 
 
 class Embedding(nn.Module):
@@ -192,7 +171,10 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.qk_norm:
             q, k = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast)
-        q, k = rope.rotate_both(q, k, cos, sin, fast=fast)
+        if fused(q) and context.packed:
+            q, k, v = rope_in_place(q, k, v, cos, sin)
+        else:
+            q, k = rope.rotate_both(q, k, cos, sin, fast=fast)
         mixed = context.attend(self.layer, q, k, v, self.window)
         return self.o_proj(mixed.flatten(-2), packed=context.packed, dropout=context.dropout)
 
