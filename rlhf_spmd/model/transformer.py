@@ -12,7 +12,7 @@ parameter names and layer numbers of the whole model.
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -30,8 +30,8 @@ from rlhf_spmd.kernels.triton_import import fused
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Again, Linear, LowRank, Weight, lay_adjacent
-from rlhf_spmd.model.norm import RMSNorm
+from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Again, Linear, LowRank, Weight, lay_adjacent, together
+from rlhf_spmd.model.norm import RMSNorm, sum_of
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -160,7 +160,7 @@ class Attention(nn.Module):
         if context.packed:
             x = gather_tokens(x, group=self.group)
         if context.joined is None:
-            parts: Sequence[Tensor] = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+            parts = together(x, self, ("q_proj", "k_proj", "v_proj"))
         else:
             parts = (product(x, *context.joined.qkv[self.layer]),)
         if self.low_rank is not None:
@@ -170,7 +170,7 @@ class Attention(nn.Module):
             parts = parts[0].split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.qk_norm:
-            q, k = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast)
+            (q, _), (k, _) = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast)
         if fused(q) and context.packed:
             q, k, v = rope_in_place(q, k, v, cos, sin)
         else:
@@ -199,12 +199,14 @@ class MLP(nn.Module):
         if context.packed:
             x = gather_tokens(x, group=self.group)
         if context.joined is None:
-            parts: Sequence[Tensor] = (self.gate_proj(x), self.up_proj(x))
+            parts = together(x, self, ("gate_proj", "up_proj"))
         else:
             parts = (product(x, *context.joined.gate_up[self.layer]),)
         if self.low_rank is not None:
             again = again if self.group is None else None
             parts = self.low_rank(x, *parts, again=again, dropout=context.dropout)
+        if len(parts) == 1:
+            parts = parts[0].chunk(2, dim=-1)
         inner = silu_mul(*parts) if context.cached else swiglu(*parts)
         return self.down_proj(inner, packed=context.packed, again=(swiglu, parts), dropout=context.dropout)
 
@@ -219,12 +221,16 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, layer, parallel)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        """Computes one layer: x [..., D] -> [..., D]."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Computes one layer of x + residual [..., D] -> two tensors [..., D] whose sum is the result, so that the norm
+        that reads a sum can add it."""
         before, after = self.input_layernorm, self.post_attention_layernorm
-        mixed = self.self_attn(before(x, fast=context.cached), cos, sin, context, again=(before, (x,)))
-        normed, x = after(mixed, residual=x, fast=context.cached)
-        return x + self.mlp(normed, context, again=(after, (x,)))
+        normed, x = before(x, residual, fast=context.cached)
+        mixed = self.self_attn(normed, cos, sin, context, again=(lambda s: before(s)[0], (x,)))
+        normed, x = after(mixed, x, fast=context.cached)
+        return self.mlp(normed, context, again=(lambda s: after(s)[0], (x,))), x
 
 
 def _message(direction: Callable, tensor: Tensor, peer: int, group: Group) -> None:
@@ -415,14 +421,14 @@ class Transformer(nn.Module):
             assert rows is not None, "tokens or the output of a stage"
             context = Padded(rows.shape[1], rows.device)
         assert context.packed or self.parallel.group is None or not torch.is_grad_enabled(), "train packed sequences"
-        x = self.embedded(tokens, context, hidden)
+        x, residual = self.embedded(tokens, context, hidden), None
         cos, sin = self.rotations(context, x.dtype)
         for layer in self.layers.values():
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, context, use_reentrant=False, preserve_rng_state=False)
+                x = sum_of(*checkpoint(layer, x, cos, sin, context, use_reentrant=False, preserve_rng_state=False))
             else:
-                x = layer(x, cos, sin, context)
-        return self.norm(x, fast=context.cached) if self.parallel.is_last else x
+                x, residual = layer(x, cos, sin, context, residual)
+        return self.norm(x, residual, fast=context.cached)[0] if self.parallel.is_last else sum_of(x, residual)
 
     def embedded(self, tokens: Tensor | None, context: AttentionContext, hidden: Tensor | None = None) -> Tensor:
         """Returns what the first layer of this stage reads."""

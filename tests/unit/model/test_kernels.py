@@ -8,6 +8,7 @@ from rlhf_spmd.model.attention import Packed
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.adapters import Adapters
+from rlhf_spmd.runtime.generation.rollout import generate_rows
 
 SHAPES = {
     "llama": {"model_type": "llama"},
@@ -61,3 +62,17 @@ def test_passes_by_kernels(family, how, monkeypatch):
     with torch.no_grad():
         scored = model.logits(model(torch.arange(sum(LENGTHS)) * 7 % 31, context=Packed(LENGTHS)))
     torch.testing.assert_close(scored, found[0], rtol=1e-5, atol=1e-5)
+
+
+def test_generation_by_kernels(monkeypatch):
+    """Decode steps join weights, and the norm of a layer adds what the layer before it leaves."""
+    model = model_of("qwen2").requires_grad_(False)
+    prompts_BP, bits_BG = (
+        torch.tensor([[3, 4]]),
+        torch.randint(2**62, (1, 2), generator=torch.Generator().manual_seed(0)),
+    )
+    wanted = generate_rows(model, prompts_BP, bits_BG, eos_ids=())
+    monkeypatch.setattr(triton_import, "DEVICES", ("cpu",))
+    found = generate_rows(model, prompts_BP, bits_BG, eos_ids=())
+    assert torch.equal(found[0], wanted[0])
+    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=1e-5)
