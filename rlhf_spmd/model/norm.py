@@ -16,15 +16,24 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, *, fast: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns norm(x + residual) and x + residual.
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, fast: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns norm(x); with a residual, norm(x + residual) and x + residual.
 
         fast: as generation computes it, without a backward pass on a CPU.
         """
         if fast or (fused(x) and x.dim() < 4):
-            return rmsnorm(x, self.weight, self.eps, residual)
-        total = sum_of(x, residual)
-        return F.rms_norm(total, self.weight.shape, self.weight, self.eps), total
+            normed, total = rmsnorm(x, self.weight, self.eps, residual)
+        else:
+            total = sum_of(x, residual)
+            normed = F.rms_norm(total, self.weight.shape, self.weight, self.eps)
+        return normed if residual is None else (normed, total)
+
+
+def normed_sum(norm: RMSNorm, x: Tensor, residual: Tensor | None, *, fast: bool) -> tuple[Tensor, Tensor]:
+    """Returns norm(x + residual) and x + residual."""
+    return (norm(x, fast=fast), x) if residual is None else norm(x, residual, fast=fast)
 
 
 def sum_of(x: Tensor, residual: Tensor | None) -> Tensor:

@@ -114,7 +114,7 @@ def forward_by_layer(model: Transformer, batches: Sequence[Sequences], gathered:
                 for index, (context, (cos, sin)) in enumerate(zip(contexts, turned, strict=True)):
                     states[index] = sum_of(*layer(states[index], cos, sin, context))
         for x in states:
-            yield model.norm(x)[0]
+            yield model.norm(x)
 
 
 def response_logprobs(

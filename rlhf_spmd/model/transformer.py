@@ -31,7 +31,7 @@ from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Again, Linear, LowRank, Weight, lay_adjacent, together
-from rlhf_spmd.model.norm import RMSNorm, sum_of
+from rlhf_spmd.model.norm import RMSNorm, normed_sum, sum_of
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -170,7 +170,7 @@ class Attention(nn.Module):
             parts = parts[0].split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.qk_norm:
-            (q, _), (k, _) = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast)
+            q, k = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast)
         if fused(q) and context.packed:
             q, k, v = rope_in_place(q, k, v, cos, sin)
         else:
@@ -223,14 +223,15 @@ class Layer(nn.Module):
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Computes one layer of x + residual [..., D] -> two tensors [..., D] whose sum is the result, so that the norm
-        that reads a sum can add it."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes one layer of x + residual [..., D] -> x and a residual; None, if the sum is computed. On GPUs the
+        norm that reads the sum computes it."""
         before, after = self.input_layernorm, self.post_attention_layernorm
-        normed, x = before(x, residual, fast=context.cached)
-        mixed = self.self_attn(normed, cos, sin, context, again=(lambda s: before(s)[0], (x,)))
-        normed, x = after(mixed, x, fast=context.cached)
-        return self.mlp(normed, context, again=(lambda s: after(s)[0], (x,))), x
+        normed, x = normed_sum(before, x, residual, fast=context.cached)
+        mixed = self.self_attn(normed, cos, sin, context, again=(before, (x,)))
+        normed, x = after(mixed, residual=x, fast=context.cached)
+        y = self.mlp(normed, context, again=(after, (x,)))
+        return (y, x) if fused(x) else (x + y, None)
 
 
 def _message(direction: Callable, tensor: Tensor, peer: int, group: Group) -> None:
@@ -428,7 +429,9 @@ class Transformer(nn.Module):
                 x = sum_of(*checkpoint(layer, x, cos, sin, context, use_reentrant=False, preserve_rng_state=False))
             else:
                 x, residual = layer(x, cos, sin, context, residual)
-        return self.norm(x, residual, fast=context.cached)[0] if self.parallel.is_last else sum_of(x, residual)
+        if not self.parallel.is_last:
+            return sum_of(x, residual)
+        return normed_sum(self.norm, x, residual, fast=context.cached)[0]
 
     def embedded(self, tokens: Tensor | None, context: AttentionContext, hidden: Tensor | None = None) -> Tensor:
         """Returns what the first layer of this stage reads."""
