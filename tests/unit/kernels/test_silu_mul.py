@@ -27,8 +27,8 @@ def test_silu_mul_at_the_ends(device):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_swiglu_has_the_bits_of_autograd(dtype, device):
-    gate, up, grad = (random(3, 257, dtype=torch.float32, device=device).to(dtype) for _ in range(3))
+def test_swiglu_has_the_bits_of_autograd(dtype):
+    gate, up, grad = (random(3, 257, dtype=torch.float32, device="cpu").to(dtype) for _ in range(3))
     found, wanted = ([one.clone().requires_grad_() for one in (gate, up)] for _ in range(2))
     y, twin = swiglu(*found), F.silu(wanted[0]) * wanted[1]
     y.backward(grad)
