@@ -10,7 +10,7 @@ TRITONS := 3.6.0 3.7.0 3.7.1
 SMOLLM2 := .cache/smollm2-135m
 SOURCES := rlhf_spmd kernels strategies bench tests tools
 
-.PHONY: demo demo-grpo demo-tools demo-pipeline demo-smollm2 test test-unit test-slow test-busy test-mpi test-smollm2 test-slurm lint format docs peers peers-vllm clean
+.PHONY: demo demo-grpo demo-tools demo-pipeline demo-smollm2 test test-unit test-slow test-busy test-cuda-build test-mpi test-smollm2 test-slurm lint format docs peers peers-vllm clean
 
 demo: .venv/.installed  ## four ranks train the embedded model with PPO by separation (about a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny --strategy separation
@@ -38,6 +38,9 @@ test-slow: .venv/.installed-test $(TRITONS:%=.cache/triton-%)  ## what `make tes
 
 test-busy: .venv/.installed-test  ## what depends on seconds or once did, beside six busy processes; ten minutes at most
 	$(BIN)/python -m tests.run_all --busy
+
+test-cuda-build: .venv-cuda/.installed  ## what a GPU would launch and keep, on fake tensors of a torch for CUDA (4 GB); no GPU
+	.venv-cuda/bin/python -m pytest -q --confcutdir=tests/cuda_build tests/cuda_build
 
 test-smollm2: .venv/.installed-test .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## SmolLM2 against transformers
 	RLHF_SPMD_SMOLLM2=$(SMOLLM2) $(BIN)/python -m pytest -s tests/e2e/test_smollm2.py
@@ -67,11 +70,16 @@ peers: .venv-peers/.installed  ## TRL and peft, for `python -m bench against-trl
 peers-vllm: .venv-peers-vllm/.installed  ## vLLM's CPU backend, for `python -m bench against-vllm`, in another one (3 GB)
 
 clean:
-	rm -rf .venv .venv-docs .venv-peers .venv-peers-vllm .cache build runs
+	rm -rf .venv .venv-cuda .venv-docs .venv-peers .venv-peers-vllm .cache build runs
 
 .venv/.installed: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) constraints-shared.txt $(wildcard kernels/native/*)
 	$(PYTHON) -m venv .venv
 	$(PIP) -e ".[mpi]"
+	touch $@
+
+.venv-cuda/.installed: setup.cfg setup.py constraints-cuda.txt constraints-shared.txt
+	$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/pip install --quiet --disable-pip-version-check -c constraints-cuda.txt -e ".[mpi,test]"
 	touch $@
 
 .venv-docs/.installed: constraints-docs.txt

@@ -3,25 +3,27 @@
     y_i = x_i cos_i - x_{i+f} sin_i      y_{i+f} = x_{i+f} cos_i + x_i sin_i      i < f = d / 2
 
 in Hugging Face's order of dimensions. Every product is rounded to the dtype of x before the sum, as in the torch code
-of training, so generation and training give the same bits. Bound by reading and writing q and k once.
+of training, so generation and training give the same bits. Bound by reading and writing q and k once. The backward
+pass is the rotation by the negative angle.
 
 Legend: T tokens, H query heads, K key-value heads, d head dim, f pairs of a head.
 """
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rlhf_spmd.kernels import cpu
-from rlhf_spmd.kernels.triton_import import tl, triton
+from rlhf_spmd.kernels.triton_import import DTYPES, fused, learns, tl, triton
 
 
 def rope(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns q_THd and k_TKd rotated. q and k may be views of one projection. There is no backward pass on a GPU.
+    """Returns q_THd and k_TKd rotated. q and k may be views of one projection. There is no backward pass on a GPU: see
+    `rope_in_place`.
 
     cos and sin may be `prepared`, once for all layers."""
-    if q_THd.is_cuda:
-        grads = q_THd.requires_grad or k_TKd.requires_grad
-        assert not (torch.is_grad_enabled() and grads), "rope has no backward pass"
+    if fused(q_THd):
+        assert not learns(q_THd, k_TKd), "rope has no backward pass"
         return rope_triton(q_THd, k_TKd, cos_Tf, sin_Tf)
     if cpu.used_for(q_THd):
         return cpu.rotate(q_THd, cos_Tf, sin_Tf), cpu.rotate(k_TKd, cos_Tf, sin_Tf)
@@ -33,7 +35,32 @@ def rope(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[
 
 def prepared(cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the factors as `rope` reads them fastest: `doubled` where torch's operations turn, else as they are."""
-    return (cos_Tf, sin_Tf) if cos_Tf.is_cuda or cpu.used_for(cos_Tf) else doubled(cos_Tf, sin_Tf)
+    return (cos_Tf, sin_Tf) if fused(cos_Tf) or cpu.used_for(cos_Tf) else doubled(cos_Tf, sin_Tf)
+
+
+def rope_in_place(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, ...]:
+    """Rotates q and k where they lie, by kernels, and returns q, k and v. Nothing else may read q and k, so that a
+    projection of q, k and v is kept once; their gradients lie side by side, as one product reads them (products.py)."""
+    return _Rope.apply(q_THd, k_TKd, v_TKd, cos_Tf, sin_Tf)
+
+
+class _Rope(torch.autograd.Function):
+    """Rotates in place; the gradients lie in one tensor."""
+
+    @staticmethod
+    def forward(ctx, q_THd, k_TKd, v_TKd, cos_Tf, sin_Tf):
+        ctx.save_for_backward(cos_Tf, sin_Tf)
+        rope_triton(q_THd, k_TKd, cos_Tf, sin_Tf, out=(q_THd, k_TKd))
+        return q_THd.detach(), k_TKd.detach(), v_TKd.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, q_grad_THd, k_grad_TKd, v_grad_TKd):
+        sizes = [one.shape[1] for one in (q_grad_THd, k_grad_TKd, v_grad_TKd)]
+        grads = q_grad_THd.new_empty(len(q_grad_THd), sum(sizes), q_grad_THd.shape[2]).split(sizes, dim=1)
+        rope_triton(q_grad_THd.contiguous(), k_grad_TKd.contiguous(), *ctx.saved_tensors, out=grads[:2], back=True)
+        grads[2].copy_(v_grad_TKd)
+        return *grads, None, None
 
 
 def doubled(cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +95,7 @@ def rotate(x_THd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> Tensor:
 def _turn(
     # pointers, of one token
     x_ptr,  # [H, 2 f]
-    y_ptr,  # [H, 2 f], contiguous
+    y_ptr,  # [H, 2 f]; may be x
     # what every head shares
     cos_1f,
     sin_1f,
@@ -78,6 +105,7 @@ def _turn(
     num_pairs,
     # strides
     stride_xh,
+    stride_yh,
     # meta
     H: tl.constexpr,
 ):
@@ -89,7 +117,8 @@ def _turn(
     b_Hf = tl.load(x_ptr + at_Hf + num_pairs, mask=inside_Hf, other=0.0).to(tl.float32)
     a_cos_Hf, b_sin_Hf = (a_Hf * cos_1f).to(dtype).to(tl.float32), (b_Hf * sin_1f).to(dtype).to(tl.float32)
     b_cos_Hf, a_sin_Hf = (b_Hf * cos_1f).to(dtype).to(tl.float32), (a_Hf * sin_1f).to(dtype).to(tl.float32)
-    to_Hf = heads_H1 * (2 * num_pairs) + pairs_1f
+    tl.debug_barrier()  # y may be x: a warp that also holds these numbers must have read them
+    to_Hf = heads_H1 * stride_yh + pairs_1f
     tl.store(y_ptr + to_Hf, (a_cos_Hf - b_sin_Hf).to(dtype), mask=inside_Hf)
     tl.store(y_ptr + to_Hf + num_pairs, (b_cos_Hf + a_sin_Hf).to(dtype), mask=inside_Hf)
 
@@ -101,8 +130,8 @@ def _rope_kernel(
     k_ptr,  # [T, K, 2 f]
     cos_ptr,  # [T, f]
     sin_ptr,  # [T, f]
-    turned_q_ptr,  # [T, H, 2 f], contiguous
-    turned_k_ptr,  # [T, K, 2 f], contiguous
+    turned_q_ptr,  # [T, H, 2 f]
+    turned_k_ptr,  # [T, K, 2 f]
     # sizes
     num_heads,
     num_kv_heads,
@@ -112,9 +141,14 @@ def _rope_kernel(
     stride_qh,
     stride_kt,
     stride_kk,
+    stride_turned_qt,
+    stride_turned_qh,
+    stride_turned_kt,
+    stride_turned_kk,
     stride_ct,
     stride_st,
     # meta
+    BACK: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     F: tl.constexpr,
@@ -123,30 +157,46 @@ def _rope_kernel(
     pairs_1f = tl.arange(0, F)[None, :]
     cos_1f = tl.load(cos_ptr + t * stride_ct + pairs_1f, mask=pairs_1f < num_pairs, other=0.0).to(tl.float32)
     sin_1f = tl.load(sin_ptr + t * stride_st + pairs_1f, mask=pairs_1f < num_pairs, other=0.0).to(tl.float32)
-    to_q = turned_q_ptr + t * num_heads * (2 * num_pairs)
-    to_k = turned_k_ptr + t * num_kv_heads * (2 * num_pairs)
-    _turn(q_ptr + t * stride_qt, to_q, cos_1f, sin_1f, pairs_1f, num_heads, num_pairs, stride_qh, H)
-    _turn(k_ptr + t * stride_kt, to_k, cos_1f, sin_1f, pairs_1f, num_kv_heads, num_pairs, stride_kk, K)
+    if BACK:
+        sin_1f = -sin_1f
+    from_q, to_q = q_ptr + t * stride_qt, turned_q_ptr + t * stride_turned_qt
+    from_k, to_k = k_ptr + t * stride_kt, turned_k_ptr + t * stride_turned_kt
+    _turn(from_q, to_q, cos_1f, sin_1f, pairs_1f, num_heads, num_pairs, stride_qh, stride_turned_qh, H)
+    _turn(from_k, to_k, cos_1f, sin_1f, pairs_1f, num_kv_heads, num_pairs, stride_kk, stride_turned_kk, K)
 
 
-def rope_triton(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
-    """Launches a program per token. Only the last dims must be contiguous; cos and sin have the dtype of q."""
+def rope_triton(
+    q_THd: Tensor,
+    k_TKd: Tensor,
+    cos_Tf: Tensor,
+    sin_Tf: Tensor,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+    back: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Launches a program per token. Only the last dims must be contiguous; cos and sin have the dtype of q.
+
+    out: where the rotated q and k go; may be q and k.
+    back: rotate by the negative angle.
+    """
     (num_tokens, num_heads, head_dim), (_, num_kv_heads, _) = q_THd.shape, k_TKd.shape
     assert head_dim % 2 == 0 and k_TKd.shape == (num_tokens, num_kv_heads, head_dim), (q_THd.shape, k_TKd.shape)
     assert cos_Tf.shape == sin_Tf.shape == (num_tokens, head_dim // 2), cos_Tf.shape
     assert q_THd.dtype == k_TKd.dtype == cos_Tf.dtype == sin_Tf.dtype
-    assert q_THd.dtype in (torch.float32, torch.bfloat16, torch.float16), q_THd.dtype
+    assert q_THd.dtype in DTYPES, q_THd.dtype
     assert q_THd.stride(2) == k_TKd.stride(2) == cos_Tf.stride(1) == sin_Tf.stride(1) == 1
-    turned_q_THd, turned_k_TKd = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THd, k_TKd))
+    q_out, k_out = out or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THd, k_TKd))
     if num_tokens:
         _rope_kernel[(num_tokens,)](
-            *(q_THd, k_TKd, cos_Tf, sin_Tf, turned_q_THd, turned_k_TKd),
+            *(q_THd, k_TKd, cos_Tf, sin_Tf, q_out, k_out),
             *(num_heads, num_kv_heads, head_dim // 2),
-            *(*q_THd.stride()[:2], *k_TKd.stride()[:2], cos_Tf.stride(0), sin_Tf.stride(0)),
+            *(stride for x in (q_THd, k_TKd, q_out, k_out) for stride in x.stride()[:2]),
+            *(cos_Tf.stride(0), sin_Tf.stride(0)),
+            BACK=back,
             H=triton.next_power_of_2(num_heads),
             K=triton.next_power_of_2(num_kv_heads),
             F=triton.next_power_of_2(head_dim // 2),
             num_warps=4,
             enable_fp_fusion=False,  # a fused multiply-add skips the rounding that torch does
         )
-    return turned_q_THd, turned_k_TKd
+    return q_out, k_out

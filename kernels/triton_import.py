@@ -33,4 +33,18 @@ except ImportError:  # if it is needed but missing, runtime/world/devices.py rep
 
     triton = tl = _Absent()
 
-__all__ = ["tl", "triton"]
+DEVICES = ("cuda",)  # on which kernels with a backward pass compute
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fused(x: torch.Tensor) -> bool:
+    """Returns whether kernels compute with tensors like this one, where a CPU takes torch's operations."""
+    return x.device.type in DEVICES and x.dtype in DTYPES
+
+
+def learns(*tensors: torch.Tensor | None) -> bool:
+    """Returns whether a backward pass would reach one of these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+__all__ = ["fused", "learns", "tl", "triton"]

@@ -21,10 +21,10 @@ from triton.runtime.jit import JITFunction
 from rlhf_spmd import kernels
 from rlhf_spmd.kernels.decode_attention import decode_attention_triton
 from rlhf_spmd.kernels.kv_write import kv_write_triton
-from rlhf_spmd.kernels.rmsnorm import rmsnorm_triton
+from rlhf_spmd.kernels.rmsnorm import rmsnorm_backward_triton, rmsnorm_triton
 from rlhf_spmd.kernels.rope import rope_triton
 from rlhf_spmd.kernels.sample import sample_triton
-from rlhf_spmd.kernels.silu_mul import silu_mul_triton
+from rlhf_spmd.kernels.silu_mul import silu_mul_triton, swiglu_backward_triton
 from rlhf_spmd.kernels.support import make_rules
 from rlhf_spmd.kernels.token_logprobs import token_logprobs_triton
 from tests.launches import name_of, recorded, spilled_bytes
@@ -40,7 +40,8 @@ def attention(dtype: torch.dtype, num: int) -> None:
             decode_attention_triton(q, cache, cache, tables, lengths, num_parts=num_parts, window=window)
         slots = torch.zeros(num, dtype=torch.int64)
         kv_write_triton(q[:, :kv_heads], q[:, :kv_heads], cache, cache, slots)
-        rope_triton(q, q[:, :kv_heads], q[:, 0, : head_dim // 2], q[:, 0, : head_dim // 2])
+        for back in (False, True):
+            rope_triton(q, q[:, :kv_heads], q[:, 0, : head_dim // 2], q[:, 0, : head_dim // 2], back=back)
 
 
 def rows(dtype: torch.dtype, num: int) -> None:
@@ -48,7 +49,12 @@ def rows(dtype: torch.dtype, num: int) -> None:
         x = torch.zeros(num, size, dtype=dtype)
         rmsnorm_triton(x, x[0], 1e-5, x)
         rmsnorm_triton(x.view(num, 2, -1), x[0, : size // 2], 1e-5)
+        for wants_weight in (False, True):
+            rmsnorm_backward_triton(x, x, x, x[0], 1e-5, wants_weight=wants_weight)
+            heads = x.view(num, 2, -1)
+            rmsnorm_backward_triton(heads, None, heads, x[0, : size // 2], 1e-5, wants_weight=wants_weight)
         silu_mul_triton(*x.chunk(2, dim=1))
+        swiglu_backward_triton(x[:, : size // 2].contiguous(), *x.chunk(2, dim=1))
 
 
 def logprobs(dtype: torch.dtype, num: int) -> None:

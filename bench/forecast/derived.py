@@ -46,7 +46,7 @@ DEVICE = "h100-80g"  # of the table
 # Assumed efficiencies
 MEMORY_SHARE = 0.85  # of memory_bytes, in a long read (kernel-step, sample)
 KERNEL_S = 2.5e-6  # from the end of a small kernel to the end of the next one, inside a CUDA graph (decode-profile)
-ROUND_S = 250e-6  # between two replays: a blocking wait 50 us, scheduling and copies 180, the graph's start 20
+ROUND_S = 70e-6  # between two replays: the graph's start 20 us, 20 small kernels; the host is a round ahead
 
 # Counted in model/transformer.py and runtime/generation/, for each layer
 DECODE_KERNELS = 15  # products: q, k, v, o, gate, up, down; norm twice, rope, cache write, attention 2, SwiGLU, sum

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from rlhf_spmd.kernels.dropout import Dropout
 from rlhf_spmd.kernels.products import Packed, earns_packing, in_use, packed, product
+from rlhf_spmd.kernels.triton_import import fused
 from rlhf_spmd.plan.adapters import Adapters, is_factor
 
 Weight: TypeAlias = Tensor | Packed
@@ -196,6 +197,52 @@ class _LowRank(torch.autograd.Function):
         return None, None, None, x_grad, *A_grads, *B_grads
 
 
+def together(x: Tensor, block: nn.Module, names: Sequence[str]) -> Sequence[Tensor]:
+    """Multiplies x by layers of a block that read it -> y of each, or of all as one tensor.
+
+    On GPUs adjacent weights are multiplied by one product, which takes fewer launches; without gradients its result is
+    one. DeepSpeed's stage 3 gathers each weight for its module.
+    """
+    if fused(x):
+        weights, biases = _parameters([block._modules[name] for name in names])  # not `fast_attributes`
+        if _is_adjacent(weights) and _is_adjacent(biases) and not hasattr(weights[0], "ds_id"):
+            weight_OI, bias_O = _as_one(weights), _as_one(biases) if biases else None
+            if torch.is_grad_enabled():
+                return _Together.apply(x, weight_OI, bias_O, *weights, *biases)
+            return [product(x, weight_OI, bias_O)]
+    return [getattr(block, name)(x) for name in names]
+
+
+class _Together(torch.autograd.Function):
+    """One product with several weights, whose gradients are parts of one, too."""
+
+    @staticmethod
+    def forward(ctx, x, weight_OI, bias_O, *own):
+        sizes = [len(part) for part in own if part.dim() == 2]
+        ctx.needs = [any(ctx.needs_input_grad[3:][of]) for of in (slice(len(sizes)), slice(len(sizes), None))]
+        ctx.save_for_backward(x if ctx.needs[0] else None, weight_OI)
+        return product(x, weight_OI, bias_O).split(sizes, dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        (x, weight_OI), sizes = ctx.saved_tensors, [grad.shape[-1] for grad in grads]
+        parts = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        grad_NO = _beside(parts)
+        x_grad = (grad_NO @ weight_OI).view(*grads[0].shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        nothing = (None,) * len(sizes)
+        of_weights = (grad_NO.T @ x.reshape(-1, x.shape[-1])).split(sizes) if ctx.needs[0] else nothing
+        of_biases = grad_NO.sum(0).split(sizes) if ctx.needs[1] else nothing
+        return x_grad, None, None, *of_weights, *of_biases[: len(ctx.needs_input_grad) - 3 - len(sizes)]
+
+
+def _beside(parts: Sequence[Tensor]) -> Tensor:
+    """Returns matrices side by side, without a copy if they are."""
+    if _follow(parts, [part.shape[1] for part in parts]):
+        return parts[0].as_strided((len(parts[0]), sum(part.shape[1] for part in parts)), parts[0].stride())
+    return torch.cat(parts, dim=1)
+
+
 class Joined:
     """Each layer's matrices that read the same input as one: (weight_OI, bias_O) of q, k and v, and of gate and up."""
 
@@ -297,18 +344,23 @@ def _itself(weight_OI: Tensor) -> Tensor:
 
 @torch.no_grad()
 def lay_adjacent(layers: Iterable[nn.Module]) -> None:
-    """Moves the weights of each layer's matrices that read the same input to adjacent memory."""
+    """Moves the weights, and the biases, of each layer's matrices that read the same input to adjacent memory."""
     for layer in layers:
         for parts in _siblings(layer):
-            whole_OI = torch.cat([part.weight for part in parts])
-            for part, weight_OI in zip(parts, whole_OI.split([len(part.weight) for part in parts]), strict=True):
-                part.weight.data = weight_OI
+            for moved in filter(None, _parameters(parts)):
+                for parameter, place in zip(moved, torch.cat(moved).split([*map(len, moved)]), strict=True):
+                    parameter.data = place
 
 
 def _siblings(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
     """Returns the matrices of a layer that read the same input: q, k and v, and gate and up."""
     attention, mlp = layer.self_attn, layer.mlp
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+
+
+def _parameters(parts: Sequence[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the weights of matrices, and their biases if they have some."""
+    return [part.weight for part in parts], [part.bias for part in parts if part.bias is not None]
 
 
 def _rest(layer: nn.Module) -> tuple[nn.Linear, nn.Linear]:
@@ -319,18 +371,26 @@ def _rest(layer: nn.Module) -> tuple[nn.Linear, nn.Linear]:
 @torch.no_grad()
 def _joined(copy: Copy, parts: Sequence[nn.Linear], read: Read) -> tuple[Weight, Tensor | None]:
     weights = [read(part) for part in parts]
-    if _is_adjacent(weights):
-        weight_OI = weights[0].as_strided((sum(map(len, weights)), weights[0].shape[1]), weights[0].stride())
-    else:
-        weight_OI = torch.cat(weights)
+    weight_OI = _as_one(weights) if _is_adjacent(weights) else torch.cat(weights)
     return copy(weight_OI), None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor:
+    """Returns adjacent weights or biases as one tensor, of their memory."""
+    first = parts[0].detach()
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 def _is_adjacent(weights: Sequence[Tensor]) -> bool:
     """Returns whether weights are adjacent in memory, so that they can be read as one."""
+    return all(map(Tensor.is_contiguous, weights)) and _follow(weights, [*map(Tensor.numel, weights)])
+
+
+def _follow(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Returns whether each part begins so many numbers behind the one before it."""
     return all(
-        one.is_contiguous()
-        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        and one.data_ptr() + one.nbytes == other.data_ptr()
-        for one, other in pairwise(weights)
+        part.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and part.storage_offset() + size == other.storage_offset()
+        and part.stride() == other.stride()
+        for (part, other), size in zip(pairwise(parts), sizes, strict=False)
     )

@@ -24,6 +24,7 @@ from rlhf_spmd.kernels.dropout import Dropout
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.kernels.token_logprobs import token_logprobs
 from rlhf_spmd.model.attention import Packed
+from rlhf_spmd.model.norm import sum_of
 from rlhf_spmd.model.parallel import collect_tokens, gather_tokens, vocabulary_of
 from rlhf_spmd.model.transformer import Transformer
 
@@ -111,7 +112,7 @@ def forward_by_layer(model: Transformer, batches: Sequence[Sequences], gathered:
         for layer in model.layers.values():
             with gathered([layer]):
                 for index, (context, (cos, sin)) in enumerate(zip(contexts, turned, strict=True)):
-                    states[index] = layer(states[index], cos, sin, context)
+                    states[index] = sum_of(*layer(states[index], cos, sin, context))
         for x in states:
             yield model.norm(x)
 

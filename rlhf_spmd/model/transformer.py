@@ -12,7 +12,7 @@ parameter names and layer numbers of the whole model.
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -24,12 +24,14 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.dropout import Dropout
 from rlhf_spmd.kernels.products import product, rows_for
-from rlhf_spmd.kernels.rmsnorm import rmsnorm
+from rlhf_spmd.kernels.rope import rope_in_place
 from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
+from rlhf_spmd.kernels.triton_import import fused
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Again, Linear, LowRank, Weight, lay_adjacent
+from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Again, Linear, LowRank, Weight, lay_adjacent, together
+from rlhf_spmd.model.norm import RMSNorm, normed_sum, sum_of
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -46,29 +48,6 @@ from rlhf_spmd.plan.adapters import A, Adapters, is_factor, site
 from rlhf_spmd.plan.shard import Shard
 
 Head = Literal["lm", "scalar"]
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467); half precisions are computed in float32."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None = None, *, fast: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns norm(x); with a residual, norm(x + residual) and x + residual.
-
-        fast: by the generation kernel.
-        """
-        if fast:
-            normed, total = rmsnorm(x, self.weight, self.eps, residual)
-        else:
-            total = x if residual is None else x + residual
-            normed = F.rms_norm(total, self.weight.shape, self.weight, self.eps)
-        return normed if residual is None else (normed, total)
 
 
 class Embedding(nn.Module):
@@ -181,7 +160,7 @@ class Attention(nn.Module):
         if context.packed:
             x = gather_tokens(x, group=self.group)
         if context.joined is None:
-            parts: Sequence[Tensor] = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+            parts = together(x, self, ("q_proj", "k_proj", "v_proj"))
         else:
             parts = (product(x, *context.joined.qkv[self.layer]),)
         if self.low_rank is not None:
@@ -192,7 +171,10 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.qk_norm:
             q, k = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast)
-        q, k = rope.rotate_both(q, k, cos, sin, fast=fast)
+        if fused(q) and context.packed:
+            q, k, v = rope_in_place(q, k, v, cos, sin)
+        else:
+            q, k = rope.rotate_both(q, k, cos, sin, fast=fast)
         mixed = context.attend(self.layer, q, k, v, self.window)
         return self.o_proj(mixed.flatten(-2), packed=context.packed, dropout=context.dropout)
 
@@ -217,12 +199,14 @@ class MLP(nn.Module):
         if context.packed:
             x = gather_tokens(x, group=self.group)
         if context.joined is None:
-            parts: Sequence[Tensor] = (self.gate_proj(x), self.up_proj(x))
+            parts = together(x, self, ("gate_proj", "up_proj"))
         else:
             parts = (product(x, *context.joined.gate_up[self.layer]),)
         if self.low_rank is not None:
             again = again if self.group is None else None
             parts = self.low_rank(x, *parts, again=again, dropout=context.dropout)
+        if len(parts) == 1:
+            parts = parts[0].chunk(2, dim=-1)
         inner = silu_mul(*parts) if context.cached else swiglu(*parts)
         return self.down_proj(inner, packed=context.packed, again=(swiglu, parts), dropout=context.dropout)
 
@@ -237,12 +221,17 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, layer, parallel)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        """Computes one layer: x [..., D] -> [..., D]."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes one layer of x + residual [..., D] -> x and a residual; None, if the sum is computed. On GPUs the
+        norm that reads the sum computes it."""
         before, after = self.input_layernorm, self.post_attention_layernorm
-        mixed = self.self_attn(before(x, fast=context.cached), cos, sin, context, again=(before, (x,)))
+        normed, x = normed_sum(before, x, residual, fast=context.cached)
+        mixed = self.self_attn(normed, cos, sin, context, again=(before, (x,)))
         normed, x = after(mixed, residual=x, fast=context.cached)
-        return x + self.mlp(normed, context, again=(after, (x,)))
+        y = self.mlp(normed, context, again=(after, (x,)))
+        return (y, x) if fused(x) else (x + y, None)
 
 
 def _message(direction: Callable, tensor: Tensor, peer: int, group: Group) -> None:
@@ -433,14 +422,16 @@ class Transformer(nn.Module):
             assert rows is not None, "tokens or the output of a stage"
             context = Padded(rows.shape[1], rows.device)
         assert context.packed or self.parallel.group is None or not torch.is_grad_enabled(), "train packed sequences"
-        x = self.embedded(tokens, context, hidden)
+        x, residual = self.embedded(tokens, context, hidden), None
         cos, sin = self.rotations(context, x.dtype)
         for layer in self.layers.values():
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, context, use_reentrant=False, preserve_rng_state=False)
+                x = sum_of(*checkpoint(layer, x, cos, sin, context, use_reentrant=False, preserve_rng_state=False))
             else:
-                x = layer(x, cos, sin, context)
-        return self.norm(x, fast=context.cached) if self.parallel.is_last else x
+                x, residual = layer(x, cos, sin, context, residual)
+        if not self.parallel.is_last:
+            return sum_of(x, residual)
+        return normed_sum(self.norm, x, residual, fast=context.cached)[0]
 
     def embedded(self, tokens: Tensor | None, context: AttentionContext, hidden: Tensor | None = None) -> Tensor:
         """Returns what the first layer of this stage reads."""

@@ -118,7 +118,8 @@ def _read(job: Job, call: Infer | Train | Measure, model: Transformer) -> None:
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=job.world.device)
     batch = Sequences.join(token_11, token_11)
     trains = isinstance(call, Train)
-    model.train(trains).requires_grad_(trains)
+    for name, weight in model.train(trains).named_parameters():  # a norm with a frozen weight has a kernel of its own
+        weight.requires_grad_(trains and name in model.trained_names())
     with torch.set_grad_enabled(trains):
         output_nD = forward(model, batch)
         if model.head == "scalar":

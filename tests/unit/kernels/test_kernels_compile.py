@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 ROOT = Path(__file__).parents[3]
-SHARED_BYTES = {"80": 163 * 1024, "90": 227 * 1024, "gfx942": 64 * 1024}  # that a program may have
-SPILL_BYTES = {"80": 16, "90": 0, "gfx942": 0}  # on an A100 one version of the threshold's
+SHARED_BYTES = {"80": 163 * 1024, "90": 227 * 1024, "120": 99 * 1024, "gfx942": 64 * 1024}  # that a program may have
+SPILL_BYTES = {"80": 16, "90": 0, "120": 0, "gfx942": 0}  # on an A100 one version of the threshold's
 TRITONS = re.search(r"^TRITONS := (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[1].split()
 
 
@@ -21,7 +21,7 @@ TRITONS = re.search(r"^TRITONS := (.+)$", (ROOT / "Makefile").read_text(encoding
     ("target", "dtypes"),
     [
         ("90", ("bfloat16",)),
-        *(pytest.param(one, ("bfloat16", "float32"), marks=pytest.mark.slow) for one in ("80", "90")),
+        *(pytest.param(one, ("bfloat16", "float32"), marks=pytest.mark.slow) for one in ("80", "90", "120")),
         pytest.param("gfx942", ("bfloat16",), marks=pytest.mark.slow),
     ],
 )

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import rlhf_spmd.kernels.rmsnorm
+from rlhf_spmd.kernels import triton_import
 from rlhf_spmd.kernels.rmsnorm import rmsnorm, rmsnorm_ref, rmsnorm_triton
 from rlhf_spmd.kernels.silu_mul import silu_mul
 
@@ -58,9 +60,50 @@ def test_rmsnorm_of_heads_and_of_nothing(device):
     assert y.shape == (0, 7, 24)
 
 
-def test_what_has_no_backward_pass_refuses(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 257), (17, 64), (5, 2048), (2, 3000), (9, 1024), (5, 4, 24)])
+@pytest.mark.parametrize("adds", [False, True])
+def test_backward(dtype, shape, adds, device, monkeypatch):
+    """The kernel against the derivative of the formula in float64. Programs take several rows."""
+    monkeypatch.setattr(triton_import, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(rlhf_spmd.kernels.rmsnorm, "PROGRAMS", 2)
+    whole = random(*shape[:-1], shape[-1] + 3, dtype=dtype, device=device)
+    weight = random(shape[-1], dtype=dtype, device=device, seed=2)
+    residual = random(*shape, dtype=dtype, device=device, seed=1)
+    leaves = [whole, weight, *([residual] if adds else [])]
+    wide = [one.double().requires_grad_() for one in leaves]
+    leaves = [one.requires_grad_() for one in leaves]
+
+    def loss(norm, x, weight, residual=None):
+        y, s = norm(x[..., :-3], weight, 1e-5, residual)
+        ends = (y.sin(), s.sin()) if adds else (y.sin(),)
+        return sum(end.double().sum() for end in ends)
+
+    found = torch.autograd.grad(loss(rmsnorm, *leaves), leaves)
+    wanted = torch.autograd.grad(loss(rmsnorm_ref, *wide), wide)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.04
+    for got, x in zip(found, wanted, strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - x).norm() <= tolerance * x.norm() + 1e-6
+    frozen = torch.autograd.grad(loss(rmsnorm, leaves[0], weight.detach(), *leaves[2:]), leaves[:1])
+    assert torch.equal(frozen[0], found[0])
+
+
+def test_a_sum_that_nothing_reads(device, monkeypatch):
+    """The last norm has no gradient of x + residual."""
+    monkeypatch.setattr(triton_import, "DEVICES", ("cpu", "cuda"))
+    x, residual = (random(3, 24, dtype=torch.float32, device=device, seed=at).requires_grad_() for at in range(2))
+    weight = random(24, dtype=torch.float32, device=device, seed=2)
+    y, _ = rmsnorm(x, weight, 1e-5, residual)
+    found = torch.autograd.grad(y.sin().sum(), [x, residual])
+    assert torch.equal(*found)
+    (wanted,) = torch.autograd.grad(rmsnorm_ref(x, weight, 1e-5, residual)[0].sin().sum(), [x])
+    torch.testing.assert_close(found[0], wanted)
+
+
+def test_what_has_no_backward_pass_refuses():
     """Losing a gradient in silence would be worse."""
-    x, weight = torch.ones(2, 16, device=device, requires_grad=True), torch.ones(16, device=device)
+    x, weight = torch.ones(2, 16, requires_grad=True), torch.ones(16)
     for call in (lambda: rmsnorm(x, weight, 1e-5), lambda: silu_mul(x, x)):
         with pytest.raises(AssertionError, match="backward"):
             call()

@@ -6,15 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlhf_spmd.kernels import triton_import
 from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, Choice, use
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import load_model, save_state
-from rlhf_spmd.model.linear import MOST_JOINED, Adapted, Copies, lay_adjacent, sum_bytes
+from rlhf_spmd.model.linear import MOST_JOINED, Adapted, Copies, lay_adjacent, sum_bytes, together
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.cost.memory import copied_bytes, packed_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.workload import ModelShape
+from rlhf_spmd.runtime.engines.flat_layout import lay_out
 from rlhf_spmd.runtime.generation.rollout import generate_rows
 from tests.unit.kernels.test_products import CASES, _linear_afterwards, small  # noqa: F401
 
@@ -46,6 +48,62 @@ def test_half_precision_joins_where_weights_lie(tmp_path):
     assert Copies(small(torch.float32)).joined is None
     loaded.layers["1"].mlp.up_proj.weight.data = parts[1].clone()
     assert Copies(loaded).joined is None  # that would take a copy
+
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def with_biases() -> Transformer:
+    config = ModelConfig("qwen2", 70, 64, 96, 2, num_heads=4, num_kv_heads=2, head_dim=16, attention_bias=True)
+    model = Transformer(config, head="lm", dtype=torch.float64)
+    for one in model.parameters():
+        one.data += torch.randn(one.shape, generator=torch.Generator().manual_seed(one.numel()))
+    return model
+
+
+@pytest.mark.parametrize("frozen", [(), ("k_proj.weight",), ("weight",), ("bias",)], ids=str)
+@pytest.mark.parametrize("split", [False, True])
+def test_adjacent_weights_are_one_product_on_gpus(frozen, split, monkeypatch):
+    """With the gradients of separate ones, whether those of the products are side by side or not."""
+    monkeypatch.setattr(triton_import, "DEVICES", ("cpu",))
+    monkeypatch.setattr(triton_import, "DTYPES", (torch.float64,))
+    block, generator = with_biases().layers["1"].self_attn, torch.Generator().manual_seed(1)
+    x = torch.randn(2, 5, 64, generator=generator, dtype=torch.float64, requires_grad=True)
+    whole = torch.randn(10, 128, generator=generator, dtype=torch.float64)
+    grads = [one.view(2, 5, -1) for one in whole.split([64, 32, 32], dim=-1)]
+    grads = [one.clone() for one in grads] if split else grads
+    for name, one in block.named_parameters():
+        one.requires_grad_(not name.endswith(frozen) if frozen else True)
+    inputs = [x, *(one for name in QKV for one in getattr(block, name).parameters() if one.requires_grad)]
+    found, wanted = together(x, block, QKV), [getattr(block, name)(x) for name in QKV]
+    assert len({one.untyped_storage().data_ptr() for one in found}) == 1
+    of_found, of_wanted = (torch.autograd.grad(outputs, inputs, grads) for outputs in (found, wanted))
+    for got, one in zip((*found, *of_found), (*wanted, *of_wanted), strict=True):
+        torch.testing.assert_close(got, one, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        (joined,) = together(x, block, QKV)
+    torch.testing.assert_close(joined, torch.cat(wanted, dim=-1), rtol=1e-12, atol=1e-12)
+
+
+def test_weights_elsewhere_are_multiplied_one_by_one(monkeypatch):
+    """Those that DeepSpeed partitions, and biases or weights that are not adjacent; flat buffers keep them adjacent."""
+    monkeypatch.setattr(triton_import, "DEVICES", ("cpu",))
+    monkeypatch.setattr(triton_import, "DTYPES", (torch.float64,))
+    model, x = with_biases(), torch.ones(3, 64, dtype=torch.float64)
+    layout = lay_out(list(model.named_parameters()), replicas=2, in_slices=False, is_tied=False)
+    for one, view in zip(layout.weights, layout.views(torch.zeros(layout.numel, dtype=torch.float64)), strict=True):
+        one.data = view.copy_(one.data)
+    block = model.layers["1"].self_attn
+    with torch.no_grad():
+        assert len(together(x, block, QKV)) == 1
+        block.q_proj.weight.ds_id = 1
+        assert len(together(x, block, QKV)) == 3
+        del block.q_proj.weight.ds_id
+        block.k_proj.bias.data = block.k_proj.bias.data.clone()
+        assert len(together(x, block, QKV)) == 3
+        assert len(together(x, model.layers["1"].mlp, ("gate_proj", "up_proj"))) == 1
+        monkeypatch.undo()
+        assert len(together(x, model.layers["1"].mlp, ("gate_proj", "up_proj"))) == 2
 
 
 @pytest.mark.parametrize("rank", [5, MOST_JOINED // 2 + 1])

@@ -8,6 +8,7 @@ import torch
 from rlhf_spmd.model import attention, transformer
 from rlhf_spmd.model.attention import attend
 from rlhf_spmd.model.config import from_hf
+from rlhf_spmd.model.norm import RMSNorm
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.sequences import Sequences
 from rlhf_spmd.model.transformer import Transformer
@@ -174,7 +175,7 @@ def test_precisions(case):
 
 def test_norms_of_half_precision_are_computed_in_float32():
     x = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)).mul(1e-2).bfloat16()
-    norm = transformer.RMSNorm(300, 1e-6)
+    norm = RMSNorm(300, 1e-6)
     norm.weight.data.fill_(1.5)
     wide = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * 1.5
     torch.testing.assert_close(norm.bfloat16()(x).double(), wide, atol=0, rtol=2**-8)

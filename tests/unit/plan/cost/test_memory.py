@@ -7,6 +7,7 @@ import torch
 
 from rlhf_spmd.config.options import make_workload as workload_of
 from rlhf_spmd.config.presets import load
+from rlhf_spmd.kernels import triton_import
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.model.transformer import Transformer
@@ -17,6 +18,7 @@ from rlhf_spmd.plan.cost.memory import (
     cache_bytes,
     caches_alive,
     call_bytes,
+    layer_numbers,
     logits_bytes,
     most_alive_bytes,
     most_rows_bytes,
@@ -152,6 +154,22 @@ def test_activations_are_what_a_forward_pass_keeps(which, adapters):
             layers = 1 if recompute else shape.num_layers
             counted += 4 * rows * (prompt + response) * (layers * wide + shape.hidden_size)
         assert found == pytest.approx(counted, rel=0.03), recompute
+
+
+@pytest.mark.parametrize(
+    ("which", "adapters"),
+    [
+        ("wide, with norms of q and k", None),
+        ("grouped, with biases", SOME),
+        pytest.param("as many key-value heads", None, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_keep_what_is_counted(which, adapters, monkeypatch):
+    """A layer more, by the kernels of a GPU, which Triton's interpreter runs."""
+    monkeypatch.setattr(triton_import, "DEVICES", ("cpu",))
+    shape = replace(KEPT[which], adapters=adapters)
+    deeper = kept_bytes_of(replace(shape, num_layers=2), 1, 3, 5) - kept_bytes_of(replace(shape, num_layers=1), 1, 3, 5)
+    assert deeper == pytest.approx(4 * 8 * layer_numbers(shape, 1, 0), rel=0.03)
 
 
 def kept_bytes_of(shape: ModelShape, rows: int, prompt: int, response: int, *, recompute: bool = False) -> int:

@@ -1,0 +1,1 @@
+"""Tests that need a CUDA build of torch, but no GPU (make test-cuda-build)."""
