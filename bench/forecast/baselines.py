@@ -129,7 +129,7 @@ def generation_bytes(program: Program, tp: int, rows: int, *, per_token: bool) -
 
 
 def training_bytes(program: Program, rows: int) -> int:
-    """Counts the bytes of the rows' activations, of the inputs of layers, of all logits and of reduced gradients."""
+    """Counts the bytes of the rows' activations, of the inputs of layers, of all logits and of gradients."""
     workload, most = program.workload, 0
     for call in workload.workflow.placed_calls:
         if not isinstance(call, Train):
@@ -137,10 +137,10 @@ def training_bytes(program: Program, rows: int) -> int:
         layout = replace(program.placement.layouts[call.name], micro_batch=rows)
         shape, rank = workload.models[call.model], layout.ranks[0]
         params = num_params(shape, layout.shard(rank))
-        reduced = zero_bytes(layout, params, 0, workload.param_bytes, trains=True)["reduced"]
+        gradients = zero_bytes(layout, params, 0, workload.param_bytes, trains=True)["gradients"]
         tokens = rows * (workload.max_prompt + workload.max_response)
         logits = 0 if shape.scalar_head else LOGITS_BYTES * tokens * shape.vocab_size
-        most = max(most, activation_bytes(workload, call, layout, rank) + logits + reduced)
+        most = max(most, activation_bytes(workload, call, layout, rank) + logits + gradients)
     return most
 
 

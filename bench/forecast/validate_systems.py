@@ -16,7 +16,7 @@ from rlhf_spmd.plan.calls import Generate, Train
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
-from rlhf_spmd.plan.cost.memory import num_params, peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.cost.memory import call_bytes, num_params, peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.cost.seconds import STATE_BYTES, Cost, all_gather_s
 from rlhf_spmd.plan.cost.simulate import Forecast, simulate
 from rlhf_spmd.plan.layout import Layout
@@ -182,13 +182,14 @@ def fastest(name: str, workload: Workload, cluster: Cluster, calibration: Calibr
 
 def fits(program: Program, plan: Plan) -> bool:
     """Returns whether the ranks that train have room. DeepSpeed gathers layer by layer, so gathered weights do not
-    count."""
+    count. These systems keep the gradients of all models between steps."""
     for rank in program.cluster.ranks:
         if not program.trained(rank):
             continue
-        static, working = static_bytes(program, rank), working_bytes(program, rank) | {"gathered": 0}
-        if plan.host_adam:
-            static, working = static | {"optimizer": 0, "gradients": 0}, working | {"reduced": 0}
+        calls = program.workload.workflow.train_calls
+        kept = sum(call_bytes(program, call, rank).get("gradients", 0) for call in calls)
+        static, working = static_bytes(program, rank), working_bytes(program, rank) | {"gathered": 0, "gradients": 0}
+        static |= {"optimizer": 0} if plan.host_adam else {"kept gradients": static["kept gradients"] + kept}
         if peak_bytes(static, working) > USABLE * program.cluster.device_bytes(rank):
             return False
     return True
