@@ -49,10 +49,10 @@ KERNEL_S = 2.5e-6  # from the end of a small kernel to the end of the next one, 
 ROUND_S = 70e-6  # between two replays: the graph's start 20 us, 20 small kernels; the host is a round ahead
 
 # Counted in model/transformer.py and runtime/generation/, for each layer
-DECODE_KERNELS = 15  # products: q, k, v, o, gate, up, down; norm twice, rope, cache write, attention 2, SwiGLU, sum
+DECODE_KERNELS = 11  # products: q k v, o, gate up, down; norm twice, rope, cache write, attention 2, SwiGLU
 DRAW_KERNELS = 3  # of kernels/sample.py without top-p
-FORWARD_KERNELS, BACKWARD_KERNELS = 28, 64  # of training; nine of these add up gradients of inputs
-ROPE = 9  # numbers moved for each number of q and k, where rope is not fused: four halves twice, two sums, one cat
+FORWARD_KERNELS = 9  # products 4, norm twice, rope, attention, SwiGLU
+BACKWARD_KERNELS = 29  # products 8, norm twice 3, rope 2, attention 3, SwiGLU, sums of the gradients of weights 9
 NUMBER_BYTES = 2  # of a weight and of an activation
 GRADIENT_BYTES = 10  # read and written for each weight to add a bfloat16 gradient to its float32 sum
 CLIP_BYTES = 16  # for each weight: zero 4, norm 4, clip 8
@@ -98,11 +98,11 @@ def attention_flops(shape: ModelShape, tokens: float, length: float) -> float:
 
 
 def moved_when_training(shape: ModelShape) -> tuple[int, int]:
-    """Counts the numbers that the kernels between the products move for a token and layer, forward and backward. Only
-    norms are fused; backward also adds up the gradients of inputs that several products read."""
+    """Counts the numbers that the kernels between the products move for a token and layer, forward and backward: two
+    norms with the residual, rope, SwiGLU; backward also copies the gradient of v."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    h, i, rope = shape.hidden_size, shape.intermediate_size, ROPE * (q + kv)
-    return 2 * 2 * h + 2 * 3 * h + rope + 5 * i, 2 * 3 * h + 5 * 3 * h + rope + 9 * i
+    h, i, rope = shape.hidden_size, shape.intermediate_size, 2 * (q + kv)
+    return 2 * 4 * h + rope + 3 * i, 2 * 4 * h + rope + 2 * kv + 5 * i
 
 
 # ---- work ------------------------------------------------------------------------------------------------------------
@@ -122,7 +122,8 @@ def decode(gpu: GPU, shape: ModelShape, rows: int, context: int) -> Derived:
         "host": ROUND_S,
     }
     read_s = (weights_bytes + NUMBER_BYTES * cached) / gpu.memory_bytes
-    formula = "max(weights read, products) + keys and values + 15 kernels a layer + draw + pause between replays"
+    formula = f"max(weights read, products) + keys and values + {DECODE_KERNELS} kernels a layer + draw + pause between "
+    formula += "replays"
     return Derived(max(read_s, flops / gpu.matrix_flops), terms, formula)
 
 
@@ -139,7 +140,7 @@ def train(gpu: GPU, shape: ModelShape, sequences: int, prompt: int, response: in
         "between kernels": shape.num_layers * (FORWARD_KERNELS + BACKWARD_KERNELS) * KERNEL_S,
         "gradient sums": memory_s(gpu, GRADIENT_BYTES * shape.num_params),
     }
-    formula = "3 passes of products + 3.5 of attention + unfused kernels + starts + float32 sums of gradients"
+    formula = "3 passes of products + 3.5 of attention + kernels between + starts + float32 sums of gradients"
     if update:
         terms["update"] = memory_s(gpu, (STATE_BYTES + CLIP_BYTES) * shape.num_params)
         formula += " + AdamW"
