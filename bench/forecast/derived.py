@@ -122,7 +122,9 @@ def decode(gpu: GPU, shape: ModelShape, rows: int, context: int) -> Derived:
         "host": ROUND_S,
     }
     read_s = (weights_bytes + NUMBER_BYTES * cached) / gpu.memory_bytes
-    formula = f"max(weights read, products) + keys and values + {DECODE_KERNELS} kernels a layer + draw + pause between "
+    formula = (
+        f"max(weights read, products) + keys and values + {DECODE_KERNELS} kernels a layer + draw + pause between "
+    )
     formula += "replays"
     return Derived(max(read_s, flops / gpu.matrix_flops), terms, formula)
 

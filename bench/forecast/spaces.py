@@ -104,7 +104,7 @@ def data_parallel(call: Call, layout: Layout, cluster: Cluster) -> bool:
 def megatron(call: Call, layout: Layout, cluster: Cluster) -> bool:
     """Accepts layouts of separation: training in slices and stages, all else in slices."""
     if isinstance(call, Train):
-        return layout.zero <= 1
+        return layout.zero <= 1 and not layout.offload
     return layout.pp == 1 and layout.zero == 0 and not layout.offload
 
 

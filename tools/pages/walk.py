@@ -55,7 +55,7 @@ TO_READ = (
     "rlhf_spmd/algorithms/advantages.py",
     "rlhf_spmd/algorithms/surrogates.py",
 )
-MOST_FILES, MOST_LINES = 12, 2430
+MOST_FILES, MOST_LINES = 12, 2450
 HEADING = f"""# One iteration
 
 The functions that lead from `main` to the places that a reader looks for, in the order in which they call each other;

@@ -11,7 +11,8 @@ squares of its parts.
 ZeRO 1 (arXiv 1910.02054, section 5.1) shards the optimizer's state and float32 masters: each data-parallel rank updates
 its parts of the flat weights, then the parts are all-gathered. At stage 0 the parts of the gradients are all-gathered
 instead, and every rank makes the updates of all. Stage 2 sends buckets while backward runs, and keeps only parts
-(part_sums.py). Gradients have memory during a step only: between steps generation and other models need it.
+(part_sums.py). Gradients are there during a step only: between steps KV caches and gradients of other models have the
+memory.
 """
 
 import math
@@ -121,13 +122,14 @@ class FlatEngine:
 
     def begin(self) -> None:
         """Makes the gradients, which are 0."""
+        self._free_gradients()  # of a step without an update
         if self._part_sums is not None:
             sizes = [part.stop - part.start for part in self._own]
             numbers = torch.zeros(sum(sizes), dtype=self._wide, device=self._flat_weights.device)
             self._parts[:] = self._gradients = numbers.split(sizes)
             return
         num_bytes = self._layout.numel * self._wide.itemsize
-        self._memory = scratch(self._flat_weights.device).take(num_bytes, grows=True)
+        self._memory = scratch(self._flat_weights.device).take(num_bytes, is_cache=False)
         self._gradient = gradient = self._memory.view(self._wide).zero_()
         self._views = self._layout.views(gradient)
         self._parts[:] = (gradient[part] for part in self._own)
@@ -163,6 +165,7 @@ class FlatEngine:
         self._sum_gradients()
         grad_norm = self._norm()
         if not math.isfinite(grad_norm):
+            self._free_gradients()
             return grad_norm
         if not self._shards and self._gradient is not None:
             self._gather(self._gradient)

@@ -1,5 +1,6 @@
 """Host memory for what a device need not hold all the time: pinned, if the device is a GPU; and visits of it there."""
 
+import functools
 import mmap
 import weakref
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ def host_zeros(owner: Any, numel: int, dtype: torch.dtype, device: torch.device)
     if device.type == "cpu":
         return torch.zeros(numel, dtype=dtype)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, max(1, numel * dtype.itemsize), flags=private)  # whole pages: none can be pinned twice
+    memory = mmap.mmap(-1, numel * dtype.itemsize, flags=private)  # whole pages: none can be pinned twice
     flat = torch.frombuffer(memory, dtype=dtype)
     error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, PORTABLE))
     if error:
@@ -39,9 +40,11 @@ def unpin(flat: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Returns a stream for copies beside computation; None on a CPU."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+@functools.cache
+def copy_streams(device: torch.device) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
+    """Returns a stream for copies to a device and one for copies from it, beside its computation; None on a CPU. They
+    are made once: torch has 32, which NCCL's communicators would soon share with them."""
+    return (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else (None, None)
 
 
 def visits(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Iterator[list[Tensor]]:
@@ -54,7 +57,7 @@ def visits(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Iterator[
     size = max(len(tensor) for part in parts for tensor in part)
     rooms = [[torch.empty(size, dtype=tensor.dtype, device=device) for tensor in parts[0]] for _ in range(2)]
     main = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    coming, going = side_stream(device), side_stream(device)
+    coming, going = copy_streams(device)
 
     def come(number: int) -> list[Tensor]:
         copies = [room[: len(tensor)] for room, tensor in zip(rooms[number % 2], parts[number], strict=True)]

@@ -17,6 +17,7 @@ engine, without Python's cyclic collector. *The weights*: ZeRO 3 gathers those o
 
 import functools
 import gc
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -60,15 +61,20 @@ class Graphs:
         self._read: Hashable = ()  # where the weights are that the graphs read
         self._seen: Counter[int] = Counter()  # how often each size has occurred
         self._pool = None  # memory that the graphs share: they never run at the same time
+        self._number = -1  # of the last time when there were none; equal on the ranks of one copy
 
     def keep_for(self, model: Transformer, copies: Copies) -> None:
         """Drops the graphs unless the model's weights are where they were. Call it before the first step of a pass
         during which they stay there. Collective over the ranks of one copy, which must capture together."""
         addresses = tuple(p.data_ptr() for p in model.parameters())  # also of weights that are joined where they lie
         read: Hashable = weakref.ref(copies) if copies.forwards else addresses  # copies are made for one engine
-        if not smallest(read == self._read, model.parallel, self.tables_BM.device):
+        number, device = self._number if read == self._read else -1, self.tables_BM.device
+        least, most = smallest(number, model.parallel, device), -smallest(-number, model.parallel, device)
+        if least < 0 or least != most:  # elsewhere on some rank, or a rank has those of another cache
             self._captured.clear()
+            self._seen.clear()
             self._read, self._pool = read, None  # a pool ends with its last graph
+            self._number = next(_NUMBERS.setdefault(model, itertools.count()))
 
     def __call__(self, step: PaddedStep, tokens_B: Tensor, cached_B: Tensor) -> Tensor:
         """Runs the step for these rows -> hidden_BD, overwritten by the next call."""
@@ -131,6 +137,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+_NUMBERS: weakref.WeakKeyDictionary[Transformer, Iterator[int]] = weakref.WeakKeyDictionary()
 _KEPT: weakref.WeakKeyDictionary[Transformer, dict[Hashable, Graphs]] = weakref.WeakKeyDictionary()
 
 

@@ -30,7 +30,7 @@ class KVCache:
         self.first_layer, self.block_size = layers.start, block_size
         # On a CPU zeros: a masked slot has weight 0, but 0 x an uninitialised NaN is NaN. The kernels of a GPU load no
         # slot beyond a row's length, and clearing most of its memory would take 20 ms for each engine.
-        self._memory = scratch(device).take(2 * math.prod(shape) * model.dtype.itemsize, grows=False)
+        self._memory = scratch(device).take(2 * math.prod(shape) * model.dtype.itemsize, is_cache=True)
         self.keys_LnKsd, self.values_LnKsd = self._memory.view(model.dtype).view(2, *shape)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -69,6 +69,11 @@ def free_bytes(device: torch.device, num_ranks: int) -> float:
     if device.type == "cpu":
         return psutil.virtual_memory().available / num_ranks
     return torch.cuda.mem_get_info(device)[0] / num_ranks
+
+
+def cache_bytes(device: torch.device, num_ranks: int, share: float) -> float:
+    """Returns the bytes that a cache may take: a share of what is free, or the idle buffer of gradients."""
+    return max(share * free_bytes(device, num_ranks), scratch(device).cache_bytes)
 
 
 def release_unused(device: torch.device) -> None:

@@ -110,7 +110,7 @@ class TimedModel:
         read_output(self.job, self.model, batch, forward(self.model, batch), [what], kept)
 
     def train(self, engine: TrainEngine, rows: Rows, *, update: bool = False) -> None:
-        """Runs one optimizer step of one micro-batch without the update; or only the update."""
+        """Runs the passes of one micro-batch, whose gradients add up; or only the begin and the update of a step."""
         group = group_name(self.layout.ranks) if self.group is not None else None
         run = Run(self.call.name, group, mini_batch=0, epoch=1)  # not epoch 0, which compares logprobs
         num, program = len(rows[self.call.prompts]), self.job.program
@@ -118,9 +118,9 @@ class TimedModel:
         job = replace(self.job, program=replace(program, workload=workload))
         step = OptimizerStep(job, self.call, run, engine, rows, rate=1e-9, meter=Meter(), stopped=set())
         if update:
+            engine.begin()
             step.log(engine.update(lr=step.rate))
             return
-        engine.begin()
         step.forward(0)
         step.backward(0)
 
@@ -144,11 +144,14 @@ class TimedModel:
         engine.requests.forget(numbers.stop)
 
     def engine(self) -> TrainEngine:
-        """Makes a train engine, which takes over the model."""
+        """Makes a train engine, which takes over the model, and begins a step."""
         self.generating = None
         tp_index = self.layout.shard(self.world.rank).tp_index
         groups = Groups(tensor=self.group, model=self.group, tp_index=tp_index)
-        return make_engine(self.model.train(), groups=groups, options=EngineOptions(0, DTYPES[self.config.dtype]))
+        options = EngineOptions(0, DTYPES[self.config.dtype])
+        engine = make_engine(self.model.train(), groups=groups, options=options)
+        engine.begin()
+        return engine
 
 
 def _job_of(world: World, config: Config, workload: Workload, call: Train, layout: Layout, num_tokens: int) -> Job:

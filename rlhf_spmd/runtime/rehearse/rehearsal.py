@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.calls import Generate
+from rlhf_spmd.plan.calls import Compute, Generate
 from rlhf_spmd.plan.cost.simulate import Times
 from rlhf_spmd.plan.layout import HOST, STAGES, group_name
 from rlhf_spmd.plan.program.instructions import WORLD, Load, Message, Offload, Program, Run, Transfer
@@ -88,6 +88,7 @@ class Rehearsal(InstructionLoop):
             key for call in workload.workflow.calls for key in call.outputs
         }
         self.pending: dict[int, Operation] = {}
+        self._loaded: dict[str, float] = {}  # model -> when its weights are on the device
         self.chains: dict[int, Iterator[Operation]] = {}  # transfer of weights -> its steps that are left
         name = faults.drop or "\n"
         named = (number for number, moved in enumerate(program.transfers) if name in moved.what)
@@ -113,6 +114,9 @@ class Rehearsal(InstructionLoop):
         if self.faults.kill == (rank, run.call):
             os.kill(os.getpid(), signal.SIGKILL)
         self._read(run, data)
+        call = self.program.workload.workflow.call(run.call)
+        if not isinstance(call, Compute):
+            self.communicators.work(self._loaded.get(call.model, 0.0))
         seconds = self._seconds(run)
         members = self.program.groups[run.group] if run.group else (rank,)
         if len(members) > 1:
@@ -272,8 +276,8 @@ class Rehearsal(InstructionLoop):
     # ---- the rest ---------------------------------------------------------------------------------------------------
 
     def load(self, load: Load) -> None:
-        """Sleeps for as long as loading a model takes."""
-        self.communicators.work(time.monotonic() + self.times.load_s(self.world.rank, load) / self.factor)
+        """Begins to load a model, beside the Runs of others."""
+        self._loaded[load.model] = time.monotonic() + self.times.load_s(self.world.rank, load) / self.factor
 
     def offload(self, offload: Offload) -> None:
         """Takes no time."""

@@ -14,7 +14,7 @@ from rlhf_spmd.runtime.execute.handlers import infer
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.episodes import last_turns
-from rlhf_spmd.runtime.generation.kv_cache import free_bytes, release_unused
+from rlhf_spmd.runtime.generation.kv_cache import cache_bytes, release_unused
 from rlhf_spmd.runtime.generation.rollout import Rollout
 from rlhf_spmd.runtime.records.episode_text import episode_text
 from rlhf_spmd.runtime.records.run_folder import Sample, Shown
@@ -38,7 +38,7 @@ def sample_responses(job: Job) -> list[Shown]:
     if rank in layouts[generating.name].ranks:
         release_unused(device)  # what loading and training have left
         with job.models.weights(generating) as model:
-            free = job.config.generation.cache_fraction * free_bytes(device, job.world.computes.num_ranks)
+            free = cache_bytes(device, job.world.computes.num_ranks, job.config.generation.cache_fraction)
             if job.environments is None or rank == first:  # tools are called once
                 found = _drawn(job, model, num, free)
     everyone = job.world.allgather(asdict(found) if rank == first else {}, "the samples")

@@ -6,7 +6,7 @@ optimizer, a flat part of each layer per rank and one all-gather of each per cal
 every forward, and so require the same number of forwards on every rank.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from rlhf_spmd.kernels.collectives import all_gather
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.engines.host_memory import host_zeros, side_stream
+from rlhf_spmd.runtime.engines.host_memory import copy_streams, host_zeros
 
 
 class ShardedCopy:
@@ -26,7 +26,7 @@ class ShardedCopy:
         self.model = model
         layers = [list(layer.parameters()) for layer in model.layers.values()]
         rest = [p for module in model.besides_layers() for p in module.parameters()]
-        units = [_Unit(weights, group) for weights in [rest, *layers]]
+        units = [_Unit(_matrices_first(weights), group) for weights in [rest, *layers]]
         self._units = {id(p): unit for unit in units for p in unit.weights}
 
     def shards(self) -> list[torch.Tensor]:
@@ -76,18 +76,23 @@ class _Unit:
 
 
 class OffloadedCopy:
-    """A frozen model whose weights are kept in host memory between calls (on a CPU they are also used there)."""
+    """A frozen model whose weights are kept in host memory between calls (on a CPU they are also used there).
+
+    They are in one piece.
+    """
 
     def __init__(self, model: Transformer):
         """model: with all its weights; from now on it is empty except between `load` and `release`."""
-        self._weights = list(model.parameters())
+        self._weights = _matrices_first(model.parameters())
+        self._shapes = [p.shape for p in self._weights]
         self._device = self._weights[0].device
-        self._stream = side_stream(self._device)
+        self._stream, _ = copy_streams(self._device)
+        self._flat: torch.Tensor | None = None
         self.host = [p.detach() for p in self._weights]
         if self._stream is not None:
             numel = sum(p.numel() for p in self._weights)
-            flat = host_zeros(self, numel, self._weights[0].dtype, self._device)
-            self.host = _views(flat, [p.shape for p in self._weights])
+            self._flat = host_zeros(self, numel, self._weights[0].dtype, self._device)
+            self.host = _views(self._flat, self._shapes)
             for piece, weight in zip(self.host, self._weights, strict=True):
                 piece.copy_(weight.detach())
         self._is_loaded = True
@@ -95,14 +100,15 @@ class OffloadedCopy:
 
     def load(self) -> None:
         """Begins to copy the weights to the device, beside its computation."""
-        copies = [torch.empty_like(one, device=self._device) for one in self.host] if self._stream else self.host
-        if self._stream is not None:
+        weights = self.host
+        if self._stream is not None and self._flat is not None:
+            flat = torch.empty_like(self._flat, device=self._device)
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use the memory
             with torch.cuda.stream(self._stream):
-                for copy, weight in zip(copies, self.host, strict=True):
-                    copy.copy_(weight, non_blocking=True)
-        for p, copy in zip(self._weights, copies, strict=True):
-            p.data = copy
+                flat.copy_(self._flat, non_blocking=True)
+            weights = _views(flat, self._shapes)
+        for p, weight in zip(self._weights, weights, strict=True):
+            p.data = weight
         self._is_loaded = True
 
     def release(self) -> None:
@@ -129,6 +135,12 @@ class OffloadedCopy:
         finally:
             if not was_loaded:
                 self.release()
+
+
+def _matrices_first(weights: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Sorts weights so that matrices that read the same input are adjacent, as in models that train: a GPU then
+    computes the same bits (model/linear.py: together)."""
+    return sorted(weights, key=lambda weight: weight.dim() < 2)
 
 
 def _views(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:

@@ -125,7 +125,7 @@ def _all_of_iteration(
     free = free_bytes(job.world.device, job.world.computes.num_ranks)
     if trains_beside_cache(job.program, job.world.rank):
         working = working_bytes(job.program, job.world.rank)
-        free -= working["activations"] + working["gradients"]
+        free -= working["activations"] + max(0, working["gradients"] - scratch(job.world.device).idle_bytes)
     prompts_MCP, episodes = data.store.at(call.prompts, (ALL, columns)), _episodes(job, call, data, columns)
     if episodes is not None:
         prompts_MCP = _opened(episodes, data, columns, prompts_MCP)
@@ -135,7 +135,7 @@ def _all_of_iteration(
         data.random_bits(stream, columns),
         max_sequences=max(min(places, num_rows * job.workload.num_mini_batches), 1),
         block_size=generation.block_size,
-        free_bytes=max(share * free, scratch(job.world.device).idle_bytes),
+        free_bytes=max(share * free, scratch(job.world.device).cache_bytes),
         episodes=episodes,
         max_new_tokens=generation.max_new_tokens,
         **(job.drawing | own),

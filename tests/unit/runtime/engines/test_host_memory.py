@@ -43,7 +43,7 @@ def test_no_room_is_written_before_its_part_has_gone(monkeypatch):
     ids: dict[tuple, int] = {}
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", entered)
-    monkeypatch.setattr(host_memory, "side_stream", lambda device: Stream())
+    monkeypatch.setattr(host_memory, "copy_streams", lambda device: (Stream(), Stream()))
     copied = itertools.count()
     monkeypatch.setattr(host_memory, "_copy", lambda *of: _noted(of, does, entered, parts, copied))
     parts = [[torch.full((4,), float(place))] for place in range(5)]

@@ -4,6 +4,7 @@ What only a GPU shows (capture itself, memory of the driver) is in tests/gpu/tes
 """
 
 import gc
+import threading
 import types
 import weakref
 from contextlib import nullcontext
@@ -229,11 +230,54 @@ def test_graphs_outlive_training_where_the_cache_has_the_memory_of_gradients(
         kept.append(engine.cache._memory[:0].clone() if last else engine.cache._memory)  # another may not lie there
         del engine
         for num in (num_gradients, num_gradients // 2):  # an actor's step, a critic's
-            memory.take(4 * num, grows=True).view(torch.float32).fill_(1.0)
+            memory.take(4 * num, is_cache=False).view(torch.float32).fill_(1.0)
         kv_cache.release_unused(torch.device("cpu"))
         assert (memory.idle_bytes > 0) == last
     assert all(one == found[0] for one in found)
     assert (captures[2:] == [0, 0]) == last and captures[0] > 0
+
+
+def test_the_ranks_of_a_copy_keep_the_graphs_of_the_same_engine(monkeypatch):
+    """Also where the cache of one lies where it lay, and that of another moves to and fro: else they would run
+    different numbers of all-reduces."""
+    meets, told, found = threading.Barrier(2), [0, 0], [[], []]
+
+    def least(rank: int, number: int) -> int:
+        told[rank] = number
+        meets.wait(30)
+        result = min(told)
+        meets.wait(30)
+        return result
+
+    monkeypatch.setattr(cuda_graphs, "smallest", lambda number, *_: least(int(threading.current_thread().name), number))
+    places = torch.zeros(3, 1)
+
+    def of_rank(rank: int, order: list[int]) -> None:
+        model = make_model()
+        for engine, place in enumerate(order):
+            cache = types.SimpleNamespace(keys_LnKsd=places[place], values_LnKsd=places[place])
+            graphs = cuda_graphs.graphs_of(model, cache, (1, 1))
+            graphs.keep_for(model, types.SimpleNamespace(forwards={}))
+            found[rank].append(dict(graphs._captured))
+            graphs._captured.setdefault(8, engine)
+
+    orders = [0, 0, 0, 0, 0], [1, 2, 1, 1, 1]
+    threads = [threading.Thread(target=of_rank, args=one, name=str(one[0])) for one in enumerate(orders)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found[0] == found[1] == [{}, {}, {}, {8: 2}, {8: 2}]
+
+
+def test_weights_that_move_wait_again_for_their_graphs():
+    """ZeRO 3 gathers those of a frozen model anew for each Run."""
+    model, ran, rows_B = make_model(), [], torch.ones(8, dtype=torch.int64)
+    graphs = cuda_graphs.Graphs(8, 1, torch.device("cpu"))
+    graphs._seen[8] = 100
+    graphs.keep_for(model, types.SimpleNamespace(forwards={}))
+    graphs(lambda *_: ran.append("eager") or torch.zeros(8, 1), rows_B, rows_B)
+    assert ran == ["eager"] and not graphs._captured
 
 
 def test_engines_that_live_at_the_same_time_share_no_graph(request):

@@ -9,51 +9,71 @@ CPU = torch.device("cpu")
 
 def test_a_cache_has_the_memory_of_gradients_that_are_gone():
     memory = Scratch(CPU, lasts=True)
-    gradients = memory.take(1000, grows=True)
+    gradients = memory.take(1000, is_cache=False)
     place = gradients.data_ptr()
-    beside = memory.take(400, grows=False)  # e.g. while training waits
-    assert memory.idle_bytes == 0 and not place <= beside.data_ptr() < place + 1000
-    del gradients, beside
+    del gradients
     assert memory.idle_bytes == 1000
     for _ in range(3):  # iterations: graphs stay valid
-        cache = memory.take(400, grows=False)
+        cache = memory.take(400, is_cache=True)
         assert cache.data_ptr() == place and len(cache) == 400
         del cache
-        assert memory.take(1000, grows=True).data_ptr() == place
+        assert memory.take(1000, is_cache=False).data_ptr() == place
         memory.release()
     assert memory.idle_bytes == 1000
+
+
+def test_a_cache_beside_training_never_has_the_memory_of_gradients():
+    """Else they would need as much again."""
+    memory = Scratch(CPU, lasts=True)
+    for _ in range(3):
+        cache = memory.take(400, is_cache=True)
+        place = memory.take(1000, is_cache=False).data_ptr()
+        assert not place <= cache.data_ptr() < place + 1000
+        memory.release()
+        assert memory.idle_bytes == 1000 and memory.cache_bytes == 0
+        del cache
+
+
+def test_two_caches_at_one_time_have_two_memories():
+    memory = Scratch(CPU, lasts=True)
+    memory.take(1000, is_cache=False)
+    first, second = memory.take(400, is_cache=True), memory.take(400, is_cache=True)
+    assert first.data_ptr() != second.data_ptr()
+    memory.release()
+    del first
+    assert memory.idle_bytes == 1000, "a buffer in use is not dropped"
 
 
 def test_the_largest_model_sets_the_size():
     memory = Scratch(CPU, lasts=True)
     for num_bytes in (10, 30, 20):
-        assert len(memory.take(num_bytes, grows=True)) == num_bytes
+        assert len(memory.take(num_bytes, is_cache=False)) == num_bytes
     assert memory.idle_bytes == 30
 
 
 def test_a_larger_cache_has_its_own_and_the_buffer_is_freed_for_the_next():
     memory = Scratch(CPU, lasts=True)
-    memory.take(100, grows=True)
-    cache = memory.take(101, grows=False)
+    memory.take(100, is_cache=False)
+    cache = memory.take(101, is_cache=True)
     assert memory.idle_bytes == 100 and len(cache) == 101
     del cache
-    memory.take(100, grows=True)
+    memory.take(100, is_cache=False)
     memory.release()
     assert memory.idle_bytes == 0
-    memory.take(100, grows=True)
-    memory.take(50, grows=False)
+    memory.take(100, is_cache=False)
+    memory.take(50, is_cache=True)
     memory.release()  # what was wanted before does not count
     assert memory.idle_bytes == 100
 
 
 def test_a_view_alone_does_not_keep_the_buffer():
     memory = Scratch(CPU, lasts=True)
-    view = memory.take(8, grows=True).view(torch.float32)
+    view = memory.take(8, is_cache=False).view(torch.float32)
     assert memory.idle_bytes == 8 and len(view) == 2
 
 
 def test_a_cpu_has_no_buffer_but_zeros():
-    first = scratch(CPU).take(16, grows=True)
+    first = scratch(CPU).take(16, is_cache=False)
     first.fill_(1)
     del first
-    assert scratch(CPU).idle_bytes == 0 and not scratch(CPU).take(16, grows=False).any()
+    assert scratch(CPU).idle_bytes == 0 and not scratch(CPU).take(16, is_cache=True).any()
