@@ -108,7 +108,8 @@ def search(
     begin_s, begin_processor_s = time.perf_counter(), time.process_time()
     say("searching placements")
     space = Space.of(CallModel(Cost(calibration, workload, cluster), allowed, evaluated_tokens, ahead))
-    for call, candidates in zip(space.model.calls, space.candidates, strict=True):
+    calls = [*zip(space.model.calls, space.candidates, strict=True)]
+    for call, candidates in calls:
         if not candidates:
             raise UserError(f"no layout of {call.name} is allowed; allow more, or use another number of devices")
     work = Budget(ROOMY_SHARE * budget)
@@ -118,7 +119,9 @@ def search(
     if roomy and space.model.excess_bytes(roomy) <= 0 and not best.found:
         best.offer(space.model.score_s(roomy), roomy)
         refine(space, roomy, best)
-    in_chain, chained = Space(space.model.in_chain(), space.candidates), Best(NUM_CHAINED)
+    # among more candidates the local search ends in worse places; states in host memory are for want of memory alone
+    on_device = [[one for one in of if not (one.layout.offload and call.kind == "train")] for call, of in calls]
+    in_chain, chained = Space(space.model.in_chain(), (*map(tuple, on_device),)), Best(NUM_CHAINED)
     if space.model.can_chain:
         two_phase_in_chain(in_chain, chained, best.choices)
     search_s, processor_s = time.perf_counter() - begin_s, time.process_time() - begin_processor_s
