@@ -106,8 +106,8 @@ def used_by_a_thread(name: bytes, seconds: float) -> Iterator[None]:
 )
 def test_what_waits_for_a_peer_is_not_at_work(name, counts):
     """A rank that waits in NCCL for another node keeps a processor busy."""
-    world, used_s = Alone(), 0.2
-    world.deadline_s = 10.0  # of which a hundredth is work
+    world, used_s = Alone(), 0.6
+    world.deadline_s = 30.0  # of which a hundredth is work
     watch = Watch(world)
     watch._update()
     watch._active -= 100.0

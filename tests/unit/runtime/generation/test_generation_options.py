@@ -66,7 +66,7 @@ def test_stop_texts_end_responses(name, overrides):
 
 def test_the_cache_of_samples_has_the_same_limit(overrides, monkeypatch):
     job = RunOf(load(overrides)).job
-    monkeypatch.setattr("rlhf_spmd.runtime.run.samples.free_bytes", lambda *_: 1000.0)
+    monkeypatch.setattr("rlhf_spmd.runtime.generation.kv_cache.free_bytes", lambda *_: 1000.0)
     with pytest.raises(UserError, match="KV cache of one sequence .* generation.cache_fraction"):
         sample_responses(job)
 
