@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_spmd.kernels import cpu
-from rlhf_spmd.kernels.triton_import import DTYPES, fused, learns, tl, triton
+from rlhf_spmd.kernels.triton_import import DTYPES, fused, needs_gradient, tl, triton
 
 TILE = 2048  # numbers that a program holds, if a row is shorter than that
 PROGRAMS = 512  # of a backward pass at most, with a sum of dweight each; their number decides its last bits
@@ -29,7 +29,7 @@ def rmsnorm(x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | No
 
     There is a backward pass on GPUs alone.
     """
-    has_gradient = learns(x_ND, weight_D, residual_ND)
+    has_gradient = needs_gradient(x_ND, weight_D, residual_ND)
     if fused(x_ND):
         if not has_gradient:
             return rmsnorm_triton(x_ND, weight_D, eps, residual_ND)

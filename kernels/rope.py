@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_spmd.kernels import cpu
-from rlhf_spmd.kernels.triton_import import DTYPES, fused, learns, tl, triton
+from rlhf_spmd.kernels.triton_import import DTYPES, fused, needs_gradient, tl, triton
 
 
 def rope(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,7 +23,7 @@ def rope(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[
 
     cos and sin may be `prepared`, once for all layers."""
     if fused(q_THd):
-        assert not learns(q_THd, k_TKd), "rope has no backward pass"
+        assert not needs_gradient(q_THd, k_TKd), "rope has no backward pass"
         return rope_triton(q_THd, k_TKd, cos_Tf, sin_Tf)
     if cpu.used_for(q_THd):
         return cpu.rotate(q_THd, cos_Tf, sin_Tf), cpu.rotate(k_TKd, cos_Tf, sin_Tf)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_spmd.kernels import cpu
-from rlhf_spmd.kernels.triton_import import DTYPES, fused, learns, tl, triton
+from rlhf_spmd.kernels.triton_import import DTYPES, fused, needs_gradient, tl, triton
 
 TILE = 1024  # numbers of a row that a program takes
 
@@ -28,7 +28,7 @@ def silu_mul(gate_NI: Tensor, up_NI: Tensor | None = None) -> Tensor:
     There is no backward pass.
     """
     gate_NI, up_NI = gate_NI.chunk(2, dim=-1) if up_NI is None else (gate_NI, up_NI)
-    assert not learns(gate_NI), "silu_mul has no backward pass"
+    assert not needs_gradient(gate_NI), "silu_mul has no backward pass"
     if fused(gate_NI):
         return silu_mul_triton(gate_NI, up_NI)
     if cpu.used_for(gate_NI):

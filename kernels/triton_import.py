@@ -42,9 +42,9 @@ def fused(x: torch.Tensor) -> bool:
     return x.device.type in DEVICES and x.dtype in DTYPES
 
 
-def learns(*tensors: torch.Tensor | None) -> bool:
+def needs_gradient(*tensors: torch.Tensor | None) -> bool:
     """Returns whether a backward pass would reach one of these."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-__all__ = ["fused", "learns", "tl", "triton"]
+__all__ = ["fused", "needs_gradient", "tl", "triton"]

@@ -19,7 +19,7 @@ from rlhf_spmd.plan.workload import Workload
 COMPARED = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
 SPLIT = ("separation", "reallocation")  # have separate layouts for training and for the rest
 ADAPTERS = "lora.rank=16"  # the usual ones
-AWAY = {"zero": 1, "recompute": True, "micro_batch": 1, "offload": True, "offload_optimizer": True}
+IN_HOST_MEMORY = {"zero": 1, "recompute": True, "micro_batch": 1, "offload": True, "offload_optimizer": True}
 Evaluate = Callable[[Program], Program | None]  # the program of a run's evaluations, from that of its training
 
 
@@ -33,7 +33,11 @@ def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[dic
         halves = [workload.micro_batch >> power for power in range(1, workload.micro_batch.bit_length())]
         smaller = tuple({"zero": 3, "micro_batch": size} for size in halves)
         sliced = {"zero": 3, "tp": workload.largest_tp(cluster), "recompute": True}
-        last = (sliced, *(sliced | {"micro_batch": size} for size in halves), AWAY) if name == "flattening" else ()
+        last = (
+            (sliced, *(sliced | {"micro_batch": size} for size in halves), IN_HOST_MEMORY)
+            if name == "flattening"
+            else ()
+        )
         return {}, {"zero": 1}, {"zero": 3}, *smaller, *last
     tp = workload.largest_tp(cluster)
     split = {"training_tp": tp, "zero": 1, "recompute": True}

@@ -189,11 +189,11 @@ def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iter
         text = f"{model} is frozen and its folder holds adapters, beside which the base has to stay on the device"
         yield f"{text}; drop ZeRO 3 and offload here, or merge them: convert FOLDER MERGED --merge"
     if layout.offload and workload.workflow.train_call(model) and not isinstance(call, Train):
-        yield f"offload is for frozen models and for training, and {model} trains elsewhere; drop it here"
-    if layout.offload and isinstance(call, Train) and (layout.zero == 3 or shape.adapters is not None):
-        why = "by DeepSpeed, keeps" if layout.zero == 3 else "with adapters has few"
-        name = "ZeRO 3" if layout.zero == 3 else model
-        yield f"{name} {why} the optimizer's states on the device; drop offload here"
+        yield f"offload is for frozen models and for calls that train, and {model} trains in another call; drop it here"
+    if layout.offload and isinstance(call, Train) and layout.zero == 3:
+        yield "ZeRO 3 (by DeepSpeed) keeps the optimizer's states on the device; drop offload here, or use ZeRO 0 to 2"
+    if layout.offload and isinstance(call, Train) and shape.adapters is not None:
+        yield f"offload would save little, because {model} trains adapters alone; drop it here"
 
 
 def _zero_problems(placement: Placement, workload: Workload) -> Iterator[tuple[str, str]]:

@@ -11,11 +11,13 @@ from itertools import product
 import pytest
 import torch
 
-from rlhf_spmd.plan.cost.memory import static_bytes
+from rlhf_spmd.plan.cost.memory import num_params, static_bytes, working_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.runtime.engines.flat_engine import FlatEngine
+from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.strategies import flattening, interleaving1, interleaving2, separation
 from tests.folders import write_all
 from tests.mpi.test_invariance import with_groups
@@ -107,6 +109,47 @@ def test_sharded_they_take_the_same_bytes_in_smaller_groups(strategy, settings, 
         assert sum(p.numel() for p in frozen_weights(run)) == 0  # what was gathered is free again
     assert abs(held[1] - held[0]) <= 0.01 * held[0]  # but for padding
     assert sizes[0] == {world.size} and sizes[1] <= {world.size // 2, -(-world.size // 2)}
+
+
+@pytest.mark.slow_at(5, 8)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradients_and_caches_are_never_there_together(zero, settings, world, make_group, monkeypatch):
+    """What a rank holds at the peak is the larger of the two, in bytes of tensors; and the gradients of one model."""
+    program = compiled(settings, world.size, flattening.place, zero=zero)
+    run = RunOf(settings, with_groups(world, program, make_group), program)
+    run.iteration()
+    run.data = None
+    rest, held = tensor_bytes(), {"generate": [], "train": []}
+    make, norm = Engine.run, FlatEngine._norm
+
+    def generated(engine, *arguments):
+        found = make(engine, *arguments)
+        caches.append(engine.cache.keys_LnKsd.nbytes + engine.cache.values_LnKsd.nbytes)
+        held["generate"].append(tensor_bytes() - rest)
+        return found
+
+    def normed(engine):
+        held["train"].append(tensor_bytes() - rest)
+        return norm(engine)
+
+    caches: list[int] = []
+    monkeypatch.setattr(Engine, "run", generated)
+    monkeypatch.setattr(FlatEngine, "_norm", normed)
+    run.iteration()
+    working = working_bytes(program, world.rank)
+    assert min(held["train"]) >= min(call_gradients(program, world.rank)) > 0 and min(held["generate"]) >= caches[0] > 0
+    room = min(*caches, *call_gradients(program, world.rank))  # neither has so much beside the other
+    assert max(held["generate"]) < max(caches) + working["rows"] + room
+    assert max(held["train"]) < working["gradients"] + working["rows"] + room
+
+
+def call_gradients(program, rank: int) -> list[int]:
+    """Returns the bytes of gradients between passes: of each model all, or of ZeRO 2 this rank's part."""
+    found = []
+    for call in program.workload.workflow.train_calls:
+        layout, params = program.placement.layouts[call.name], num_params(program.workload.shape(call.model), Shard())
+        found.append(4 * (params // layout.dp if layout.zero == 2 else params))
+    return found
 
 
 # ---- the forecast of every layout ---------------------------------------------------------------------------------

@@ -82,6 +82,11 @@ def _largest(shape: ModelShape, shard: Shard) -> int:
     return max(numbers_in(((0, 1), *box[1:])) for weight in weights_of(shape) if (box := weight.box(shard)))
 
 
+def state_bytes(number_bytes: int) -> int:
+    """Returns bytes of the optimizer's states of a weight: two moments, and a float32 master of a narrower one."""
+    return 8 if number_bytes >= 4 else 12
+
+
 def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, trains: bool) -> dict[str, int]:
     """Returns the bytes of a rank that depend on the ZeRO stage of a layout: permanent ("weights", "kept
     gradients", "optimizer") and needed during a call ("gathered", "gradients").
@@ -95,13 +100,13 @@ def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, tr
     if not trains:
         return {"weights": weights}
     in_step = {2: part + numel, 3: 0}.get(zero, params)  # gradients
-    moments = 12 if number_bytes < 4 or zero == 3 else 8  # two, and float32 master weights
+    states = 12 if zero == 3 else state_bytes(number_bytes)
     return {
         "weights": weights,
         "kept gradients": 4 * (part + numel) if zero == 3 else 0,
-        "optimizer": moments * (part if zero else params),
+        "optimizer": states * (part if zero else params),
         "gathered": number_bytes * min(params, LIVE_NUMEL) if zero == 3 else 0,
-        "gradients": 4 * in_step + (2 * moments * min(params, BUCKET_NUMEL) // layout.dp if layout.offload else 0),
+        "gradients": 4 * in_step + (2 * states * min(params, BUCKET_NUMEL) // layout.dp if layout.offload else 0),
     }
 
 
@@ -294,10 +299,10 @@ def trains_beside_cache(program: Program, rank: int) -> bool:
         rank in program.placement.layouts[call.name].ranks for call in generates
     ):
         return False
-    kinds = {call.name: call.kind for call in program.workload.workflow.calls}
-    steps = program.instructions[rank] if program.instructions else ()
-    runs = "".join(kinds[step.call][0] for step in steps if isinstance(step, Run))
-    return "t" in runs[runs.find("g") : runs.rfind("g")]
+    workflow, steps = program.workload.workflow, program.instructions[rank] if program.instructions else ()
+    kinds = [workflow.call(step.call).kind for step in steps if isinstance(step, Run)]
+    places = [place for place, kind in enumerate(kinds) if kind == "generate"]
+    return bool(places) and "train" in kinds[places[0] : places[-1]]
 
 
 def _zero_bytes(workload: Workload, model: str, layout: Layout, shard: Shard, *, trains: bool) -> dict[str, int]:

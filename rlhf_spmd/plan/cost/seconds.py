@@ -25,7 +25,7 @@ from rlhf_spmd.plan.adapters import NUMBER_BYTES
 from rlhf_spmd.plan.calls import Generate, Infer, Measure, ModelCall
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured
-from rlhf_spmd.plan.cost.memory import copied_bytes, num_params, num_trained, sequence_bytes
+from rlhf_spmd.plan.cost.memory import copied_bytes, num_params, num_trained, sequence_bytes, state_bytes
 from rlhf_spmd.plan.cost.step_messages import RINGS, Collective, step_messages
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.shard import split
@@ -200,7 +200,7 @@ class Cost:
         mine = params / layout.dp if layout.zero else params
         sent = step_messages(self.workload, model, layout, rank, num_passes, self.cluster.node_of)
         sent_s = sum(one.number * self.collective_s(one) for one in sent)
-        away = layout.offload * (8 + 4 * (self.workload.param_bytes < 4))  # bytes of each weight in host memory
+        away = layout.offload * state_bytes(self.workload.param_bytes)
         moved_s = away * mine / self.device(rank).host_bytes_per_s
         if (table := self.table(model, layout, rank)) is not None:
             moments_s = 2 * all_gather_s(self.link(layout.ranks), len(layout.ranks), MOMENTS_BYTES)

@@ -29,7 +29,7 @@ class Decoder:
         pinned = self.device.type == "cuda"
         self._begun = torch.cuda.Event(blocking=True) if pinned else None  # the device has begun with the last round
         self._written_BM = torch.zeros(scheduler.tables_BM.shape, dtype=torch.int32, pin_memory=pinned)
-        scheduler.tables_BM, scheduler.gathers = self._written_BM.numpy(), captures
+        scheduler.tables_BM, scheduler.batches_admissions = self._written_BM.numpy(), captures
         self._has_copy = self._graphs is not None or self.device.type != "cpu"  # else both are the same tensor
         self._tables_BM = self._written_BM
         if self._graphs is not None:

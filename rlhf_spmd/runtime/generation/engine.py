@@ -106,7 +106,9 @@ class Engine:
         self.decoder = Decoder(model, self.cache, self.scheduler, self._copies)
         self.requests, self.longest, self.num_preempted = Requests(self.device, num_stored), longest, 0
         self._batch = Batch(torch.zeros(6, 0, dtype=torch.int64, device=self.device))
-        self.runs_ahead = self.scheduler.gathers  # launches a round before it reads what ended in the one before
+        self.runs_ahead = (
+            self.scheduler.batches_admissions
+        )  # launches a round before it reads what ended in the one before
         self._unread: list[tuple[list[RunningRequest], Tensor, Tensor]] = []  # what `_draw` told of rounds under way
         self._is_stuck = False  # until an answer comes
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # prompt key -> where the hidden_D of its last token is

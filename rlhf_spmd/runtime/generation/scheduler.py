@@ -10,9 +10,9 @@ If a block holds the longest sequence, every row has one block and row i uses bl
 cache, which a CPU reads fastest. Rows outside have the last blocks. All ranks of one copy of the model run the same
 scheduler.
 
-Where prompts have a pass of their own (decoder.py), whose kernels the host launches one by one, `gathers` makes a free
-row wait for others: until an eighth of the rows have left, or for 32 steps, after which the rows that stay empty would
-cost more than the pass.
+Where prompts have a pass of their own (decoder.py), whose kernels the host launches one by one, `batches_admissions`
+makes a free row wait for others: until an eighth of the rows have left, or for 32 steps, after which the rows that stay
+empty would cost more than the pass.
 """
 
 import heapq
@@ -25,8 +25,8 @@ import numpy as np
 Copies = list[tuple[int, int]]  # blocks (from, to)
 Moves = list[tuple[int, int, int]]  # the same with a number of tokens
 
-GATHERED = 8  # of so many rows one leaves before the next are admitted
-GATHERED_STEPS = 32  # or so many steps go by
+ADMISSION_SHARE = 8  # of so many rows one leaves before the next are admitted
+ADMISSION_STEPS = 32  # or so many steps go by
 
 
 class Blocks:
@@ -139,7 +139,7 @@ class Scheduler:
     outside: list[RunningRequest] = field(default_factory=list)  # those without blocks were preempted
     moves: list[Moves] = field(default_factory=list)  # to do before the next pass, in order; the engine empties it
     one_block: bool = False  # row i has exactly one block, block i
-    gathers: bool = False  # admits several requests at a time
+    batches_admissions: bool = False  # admits several requests at a time
     tables_BM: np.ndarray = field(init=False)
     has_new_tables: bool = True  # the reader of the tables resets it
     _steps: int = 0  # decode steps so far
@@ -160,11 +160,11 @@ class Scheduler:
         admitted: list[Admission] = []
         tokens = 0
         if (
-            self.gathers
+            self.batches_admissions
             and self.waiting
             and not self._is_open
-            and GATHERED * self._num_left < len(self.rows)
-            and self._steps - self._admitted < GATHERED_STEPS
+            and ADMISSION_SHARE * self._num_left < len(self.rows)
+            and self._steps - self._admitted < ADMISSION_STEPS
         ):
             return admitted
         self._is_open = not self.waiting

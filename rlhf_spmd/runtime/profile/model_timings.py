@@ -110,7 +110,7 @@ class TimedModel:
         read_output(self.job, self.model, batch, forward(self.model, batch), [what], kept)
 
     def train(self, engine: TrainEngine, rows: Rows, *, update: bool = False) -> None:
-        """Runs the passes of one micro-batch, whose gradients add up; or only the begin and the update of a step."""
+        """Runs the passes of one micro-batch, whose gradients add up; or only begins and updates."""
         group = group_name(self.layout.ranks) if self.group is not None else None
         run = Run(self.call.name, group, mini_batch=0, epoch=1)  # not epoch 0, which compares logprobs
         num, program = len(rows[self.call.prompts]), self.job.program

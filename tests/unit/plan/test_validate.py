@@ -53,7 +53,14 @@ def refused(layouts: dict[str, object], *, size: int = 4) -> str:
         ({"reward_infer": Layout((1, 0), dp=1, pp=2)}, ["ranks [1, 0], which hold one copy", "do not ascend"]),
         ({"actor_train": Layout((0, 1), dp=2, pp=2)}, ["actor_train", "is not the number of ranks, 2"]),
         ({"reward_infer": Layout.data_parallel((1,), recompute=True)}, ["recompute", "only training has"]),
-        ({"actor_generate": Layout.data_parallel((1,), offload=True)}, ["offload is for frozen models"]),
+        (
+            {"actor_generate": Layout.data_parallel((1,), offload=True)},
+            ["offload is for frozen models and for calls that train"],
+        ),
+        (
+            {"actor_train": Layout.data_parallel((0, 1), offload=True, zero=3)},
+            ["actor_train on ranks 0-1: ZeRO 3 (by DeepSpeed) keeps the optimizer's states", "or use ZeRO 0 to 2"],
+        ),
         ({"reward_infer": Layout.data_parallel((1,), offload=True, zero=3)}, ["without offload"]),
         (
             {"reward_infer": Layout.data_parallel((1,), tokens=9, micro_batch=3)},

@@ -1,5 +1,6 @@
 """Whether a program fits the devices, against closed forms."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from rlhf_spmd.plan.cost.memory import (
     caches_alive,
     call_bytes,
     layer_numbers,
+    loaded_bytes,
     logits_bytes,
     most_alive_bytes,
     most_rows_bytes,
@@ -26,18 +28,19 @@ from rlhf_spmd.plan.cost.memory import (
     rows_bytes,
     sequence_bytes,
     static_bytes,
+    trains_beside_cache,
     working_bytes,
 )
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
-from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.program.instructions import Load, Offload, Program, Run
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.strategies import flattening as flattening_strategy
 from rlhf_spmd.strategies import separation
-from tests.programs import make_workload
+from tests.programs import make_workload, random_program
 
 
 def errors(program: Program) -> list[Finding]:
@@ -200,3 +203,61 @@ def kept_bytes_of(shape: ModelShape, rows: int, prompt: int, response: int, *, r
     of_batch = [one for one in alive if not one.dtype.is_floating_point]
     left_out = weights | {one.untyped_storage().data_ptr() for one in of_batch}
     return sum(num_bytes for at, num_bytes in kept.items() if at not in left_out)
+
+
+# ---- what is in memory at the same time ------------------------------------------------------------------------------
+
+
+def test_a_cache_that_is_alive_while_a_model_trains_counts_beside_it():
+    """While streaming, a rank may train the critic between two mini-batches of generation. Only the larger counted."""
+    found = set()
+    for seed in range(90, 160):
+        program = random_program(random.Random(seed).choice)
+        kinds = {call.name: call.kind for call in program.workload.workflow.calls}
+        for rank, steps in enumerate(program.instructions):
+            alive, is_beside = set(), False
+            last = {step.call: place for place, step in enumerate(steps) if isinstance(step, Run)}
+            for place, step in enumerate(steps):  # a slow twin
+                if isinstance(step, Run) and kinds[step.call] == "generate":
+                    (alive.add if place < last[step.call] else alive.discard)(step.call)
+                is_beside |= isinstance(step, Run) and kinds[step.call] == "train" and bool(alive)
+            assert trains_beside_cache(program, rank) == is_beside, (seed, rank)
+            found.add(is_beside)
+            static, working = static_bytes(program, rank), working_bytes(program, rank)
+            training = working["activations"] + working["gradients"]
+            caches = working["KV cache"] + working["copies with adapters"]
+            rest = sum(static.values()) - static["offloaded"]
+            rest += working["gathered"] + working["buckets"] + working["rows"]
+            most = training + caches if is_beside else max(training, caches)
+            assert peak_bytes(static, working) == rest + most
+    assert found == {True, False}
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_models_from_host_memory_count_together_where_they_are_there_together(together):
+    workload, cluster = workload_of(load("llama-7b")), Cluster.parse("1x1", "a100-80g")
+    program = compile_program(workload, flattening_strategy.place(workload, cluster, offload=True), cluster)
+    run = next(step for step in program.instructions[0] if isinstance(step, Run))
+    names = ("reference", "reward")
+    one_by_one = [step for name in names for step in (Load(name), run, Offload(name))]
+    overlapping = [*map(Load, names), run, *map(Offload, names)]
+    program = replace(program, instructions=(tuple(overlapping if together else one_by_one),))
+    sizes = [2 * workload.models[name].num_params for name in names]
+    assert loaded_bytes(program, 0) == pytest.approx(sum(sizes) if together else max(sizes), rel=0.01)
+
+
+def test_states_in_host_memory_leave_parts_of_an_update_on_the_device():
+    """12 bytes of each weight are elsewhere; two parts of a bucket, of a rank's share of it, come and go."""
+    workload, cluster = workload_of(load("llama-7b")), Cluster.parse("1x2", "a100-80g")
+    for zero in (0, 1, 2):
+        programs = [
+            compile_program(
+                workload, flattening_strategy.place(workload, cluster, zero=zero, offload_optimizer=away), cluster
+            )
+            for away in (False, True)
+        ]
+        (kept, gone), (without, with_parts) = (
+            [count(program, 0) for program in programs] for count in (static_bytes, working_bytes)
+        )
+        assert gone["optimizer"] == 0 and gone["offloaded"] == kept["optimizer"] > 0
+        assert with_parts["gradients"] - without["gradients"] == 2 * 12 * 2**24 // 2

@@ -17,7 +17,7 @@ from rlhf_spmd.plan.cost.forecast_summary import bubble, runs
 from rlhf_spmd.plan.cost.simulate import MOST_STEPS, Times, simulate
 from rlhf_spmd.plan.program.chain import unrolled
 from rlhf_spmd.plan.program.compile import compile_program
-from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.plan.program.instructions import Load, Offload, Run
 from rlhf_spmd.strategies import flattening, interleaving2, separation
 from tests.programs import make_workload, place_models, random_plan, random_program
 
@@ -239,3 +239,18 @@ def test_a_chain_that_hangs_is_noticed():
     broken = replace(program, instructions=(program.instructions[0], listed))
     with pytest.raises(AssertionError, match="hangs"):
         simulate(broken, Times(lambda rank, run: 1.0))
+
+
+@pytest.mark.parametrize("load_s", [3.0, 8.0, 11.0])
+def test_a_model_is_loaded_beside_the_run_before(load_s):
+    """The reference during generation; the reward model after the reference has gone, since two never wait together."""
+    program = program_of(flattening.place, 1, offload=True)
+    steps = [step for step in program.instructions[0] if isinstance(step, Load | Offload | Run)]
+    names = [step.model if not isinstance(step, Run) else step.call for step in steps[:7]]
+    assert names == [
+        *("reference", "actor_generate", "reference_infer", "reference"),
+        *("reward", "reward_infer", "reward"),
+    ]
+    without = simulate(program, Times(seconds(program), lambda _: 0.0)).makespan_s
+    with_loads = simulate(program, Times(seconds(program), lambda _: 0.0, lambda rank, load: load_s)).makespan_s
+    assert with_loads - without == pytest.approx(max(0.0, load_s - SECONDS["actor_generate"]) + load_s)

@@ -41,13 +41,15 @@ def check_rows(scheduler: Scheduler, keys: dict[int, WaitingRequest]) -> None:
     size=st.integers(1, 24),
     max_rows=st.integers(1, 6),
     spare=st.integers(0, 12),
-    gathers=st.booleans(),
+    batches_admissions=st.booleans(),
     chance=st.randoms(use_true_random=False),
 )
-def test_everybody_gets_through(requests, size, max_rows, spare, gathers, chance):
+def test_everybody_gets_through(requests, size, max_rows, spare, batches_admissions, chance):
     blocks = Blocks(-(-LONGEST // size) + spare, size)
     one_block = size >= LONGEST
-    scheduler = Scheduler(blocks, max_rows, prefill_tokens=16, one_block=one_block, gathers=gathers)
+    scheduler = Scheduler(
+        blocks, max_rows, prefill_tokens=16, one_block=one_block, batches_admissions=batches_admissions
+    )
     line = waiting(requests)
     keys = {one.request: one for one in line}
     scheduler.waiting.extend(line)
@@ -145,15 +147,17 @@ def test_tables_are_new_only_when_blocks_come_or_go():
     size=st.integers(2, 24),
     max_rows=st.integers(1, 6),
     spare=st.integers(0, 12),
-    gathers=st.booleans(),
+    batches_admissions=st.booleans(),
     chance=st.randoms(use_true_random=False),
 )
-def test_rows_outside_keep_what_they_have(size, max_rows, spare, gathers, chance):
+def test_rows_outside_keep_what_they_have(size, max_rows, spare, batches_admissions, chance):
     """Rows leave for an answer and come back with more tokens, or are over; whatever moves, the block that a row names
     holds its tokens, unless the row is in the queue again."""
     one_block = size >= LONGEST
     blocks = Blocks(max_rows + spare if one_block else -(-LONGEST // size) + spare, size)
-    scheduler = Scheduler(blocks, max_rows, prefill_tokens=16, one_block=one_block, gathers=gathers)
+    scheduler = Scheduler(
+        blocks, max_rows, prefill_tokens=16, one_block=one_block, batches_admissions=batches_admissions
+    )
     line = waiting([(key, 1 + key) for key in range(9)])
     scheduler.waiting.extend(line)
     left, stored = {one.request for one in line}, dict.fromkeys(range(blocks.num_blocks), -1)  # block -> last writer
@@ -207,10 +211,14 @@ def test_rows_outside_keep_what_they_have(size, max_rows, spare, gathers, chance
     assert blocks.num_free == blocks.num_blocks
 
 
-def rounds_of(lengths: np.ndarray, prompts: np.ndarray, *, max_rows: int, num_blocks: int, gathers: bool) -> list:
+def rounds_of(
+    lengths: np.ndarray, prompts: np.ndarray, *, max_rows: int, num_blocks: int, batches_admissions: bool
+) -> list:
     """Returns, of each round until all requests have ended, its rows and how many of them are new."""
     blocks = Blocks(num_blocks, 16)
-    scheduler = Scheduler(blocks, max_rows, 4096, -(-(lengths.max() + prompts.max()) // 16), gathers=gathers)
+    scheduler = Scheduler(
+        blocks, max_rows, 4096, -(-(lengths.max() + prompts.max()) // 16), batches_admissions=batches_admissions
+    )
     keys = np.arange(len(lengths)) // 4  # samples of a prompt
     scheduler.waiting.extend(WaitingRequest(n, keys[n], *[int(prompts[keys[n]])] * 2) for n in range(len(lengths)))
     rounds, num_ended, order = [], 0, []
@@ -236,17 +244,17 @@ def test_gathered_admissions_are_rare_and_cost_few_rows(num_blocks):
     lengths = np.clip(random.lognormal(6.0, 0.8, 2048), 1, 2048).astype(int)
     prompts = random.integers(32, 500, 512)
     eager, rows = {}, {}
-    for gathers in (False, True):
-        rounds = rounds_of(lengths, prompts, max_rows=256, num_blocks=num_blocks, gathers=gathers)
-        eager[gathers] = sum(new > 0 for _, new in rounds) / len(rounds)
-        rows[gathers] = sum(num for num, _ in rounds) / len(rounds)
+    for batches_admissions in (False, True):
+        rounds = rounds_of(lengths, prompts, max_rows=256, num_blocks=num_blocks, batches_admissions=batches_admissions)
+        eager[batches_admissions] = sum(new > 0 for _, new in rounds) / len(rounds)
+        rows[batches_admissions] = sum(num for num, _ in rounds) / len(rounds)
     assert eager[True] <= 0.03 and eager[False] > 0.1, eager
     assert rows[True] > 0.95 * rows[False], rows
 
 
 def test_who_need_not_wait_for_other_free_rows():
     """The rest of prompts that one pass can't take, and what comes to an empty queue; the others do."""
-    scheduler = Scheduler(Blocks(99, 4), 16, prefill_tokens=16, gathers=True)
+    scheduler = Scheduler(Blocks(99, 4), 16, prefill_tokens=16, batches_admissions=True)
     scheduler.waiting.extend(waiting([(n, 4) for n in range(22)]))
     taken = []
     for ended in [[], [], [], [], [0], [0], [0, 1], [], []]:
