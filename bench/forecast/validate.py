@@ -17,6 +17,7 @@ Cost: five minutes, ten with --rest, most of it the planner's. Command: python -
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from tqdm import tqdm
@@ -38,23 +39,46 @@ from bench.forecast.validate_rows import (
 from bench.forecast.validate_systems import fastest
 from bench.rows import Arguments, write
 from bench.tables import ended
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
-from rlhf_spmd.plan.search.candidates import Allowed, anything
-from rlhf_spmd.plan.search.planner import Plan, search
+from rlhf_spmd.plan.cost.seconds import Cost
+from rlhf_spmd.plan.search.exact import Best, Space
+from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.search.planner import NUM_CHAINED, Plan, search, simulated, two_phase, two_phase_in_chain
 from rlhf_spmd.plan.workload import Workload
 
-METHOD = "two_phase"  # all rows were made with it
+METHOD, KEEP = "two_phase", 5  # all rows were made with it
 BASE = "ReaL-Heuristic"  # the system that the ratio of searched plans is to
 PROMISED = {BASE: (0.06, 0.12), SEARCHED: (0.15, 0.30)}  # mean and worst error
 CORRELATION = 0.89  # of ranks, promised of the rows whose plans are known
 RATIO_CORRELATION = 0.6  # of ranks, promised of the searched plans' ratios to the heuristic one
 
 
-def searched(workload: Workload, cluster: Cluster, calibration: Calibration, allowed: Allowed = anything) -> Plan:
-    """Returns the planner's best plan in a space. Raises UserError if none fits."""
-    return search(workload, cluster, calibration, method=METHOD, keep=5, allowed=allowed).plans[0]
+def searched(workload: Workload, cluster: Cluster, calibration: Calibration) -> Plan:
+    """Returns the planner's best plan. Raises UserError if none fits."""
+    return search(workload, cluster, calibration, method=METHOD, keep=KEEP).plans[0]
+
+
+def searched_as_real(workload: Workload, cluster: Cluster, calibration: Calibration) -> Plan:
+    """Returns the planner's best plan in ReaL's space. Raises UserError if none fits.
+
+    ReaL's runtime keeps its gradients between steps, so they are counted as bytes that are always there.
+    """
+    model = CallModel(Cost(calibration, workload, cluster), reals_space(workload))
+    candidates = (
+        tuple(replace(one, static_bytes=one.static_bytes + one.gradient_bytes, gradient_bytes=0) for one in of)
+        for of in Space.of(model).candidates
+    )
+    space, best = Space(model, tuple(candidates)), Best(KEEP)
+    in_chain, chained = Space(model.in_chain(), space.candidates), Best(NUM_CHAINED)
+    two_phase(space, best)
+    two_phase_in_chain(in_chain, chained, best.choices)
+    if not best.found:
+        raise UserError("no plan in ReaL's space fits the devices")
+    plans = simulated(space, best, METHOD, calibration) + simulated(in_chain, chained, METHOD, calibration)
+    return min(plans, key=lambda plan: plan.forecast.makespan_s)
 
 
 def judged(row: Mapping[str, str], calibration: Calibration, rows: Sequence[dict]) -> dict:
@@ -62,7 +86,7 @@ def judged(row: Mapping[str, str], calibration: Calibration, rows: Sequence[dict
     workload, cluster = workload_of(row), cluster_of(row)
     found: dict[str, float | str]
     if row["system"] == SEARCHED:
-        plan = searched(workload, cluster, calibration, reals_space(workload))
+        plan = searched_as_real(workload, cluster, calibration)
         layouts = plan.placement.layouts.items()
         words = (f"{name} {one.dp}x{one.pp}x{one.tp} at {min(one.ranks)}" for name, one in layouts)
         base_s, found_s = fastest(BASE, workload, cluster, calibration)[0].makespan_s, plan.forecast.makespan_s
