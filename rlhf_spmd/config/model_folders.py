@@ -52,6 +52,11 @@ def shape_of_folder(folder: str) -> ModelShape:
         output_bias=config.attention_output_bias,
         mlp_bias=config.mlp_bias,
         qk_norm=config.qk_norm,
+        qk_norm_of_all=config.qk_norm_of_all,
+        num_experts=config.num_experts,
+        experts_per_token=config.experts_per_token,
+        expert_size=config.expert_size,
+        num_dense_layers=config.num_dense_layers,
     )
 
 

@@ -140,6 +140,12 @@ class ModelConfig:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_of_all: bool = False  # of all heads together (OLMoE), not of each
+    num_experts: int = 0  # of a mixture; its MLPs, but those of the first num_dense_layers, have experts
+    experts_per_token: int = 0
+    expert_size: int = 0  # intermediate size of an expert
+    num_dense_layers: int = 0
+    norm_topk: bool = False  # whether the weights of a token's experts sum to 1
     sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 tokens before it
     sliding_layers: tuple[int, ...] = ()  # the layers that have that window
     bos_token_id: int | None = None
@@ -199,7 +205,7 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         values["head_dim"] = hidden_size // max(num_heads, 1)
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = num_heads
-    sizes = {name: _integer(values, key) for key, name in _SIZES.items()}
+    sizes: dict[str, Any] = {name: _integer(values, key) for key, name in _SIZES.items()}
     theta, scaling = _rope_from_hf(values)
     sliding_window, sliding_layers = _sliding_from_hf(values, sizes["num_layers"])
     eos = values.get("eos_token_id")

@@ -22,6 +22,8 @@ MOST_P95 = exp(P95**2 / 2)  # 95th percentile of a lognormal / its mean, at most
 class ModelShape:
     """The sizes of a Llama-family model, from which seconds and bytes follow.
 
+    num_experts, experts_per_token, expert_size, num_dense_layers: of a mixture of experts, whose first layers are
+        dense.
     adapters: those that train on its frozen weights; None: all weights train, or none.
     """
 
@@ -38,7 +40,12 @@ class ModelShape:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_of_all: bool = False
     adapters: Adapters | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    num_dense_layers: int = 0
 
     def slice_sizes(self, tp: int, index: int) -> tuple[int, int, int]:
         """Returns attention heads, key-value heads and intermediate size of the MLP in slice `index` of tp. The last
@@ -55,13 +62,29 @@ class ModelShape:
     @property
     def num_params(self) -> int:
         """Parameters, counted exactly as model/transformer.py makes them (a unit test compares)."""
+        return self._num_params(self.num_experts)
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that a token is multiplied with, or looked up in: of a mixture those of its own experts."""
+        return self._num_params(self.experts_per_token)
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Layers whose MLPs have experts."""
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    def _num_params(self, experts: int) -> int:
         h, d = self.hidden_size, self.head_dim
         q, kv = self.num_heads * d, self.num_kv_heads * d
         attention = h * q + 2 * h * kv + q * h + self.qkv_bias * (q + 2 * kv) + self.output_bias * h
+        normed = 0 if not self.qk_norm else q + kv if self.qk_norm_of_all else 2 * d
         mlp = 3 * h * self.intermediate_size + self.mlp_bias * (2 * self.intermediate_size + h)
-        block = attention + mlp + 2 * h + self.qk_norm * 2 * d
+        mixture = h * self.num_experts + experts * 3 * h * self.expert_size
+        layers = self.num_layers * (attention + 2 * h + normed)
+        layers += (self.num_layers - self.num_sparse_layers) * mlp + self.num_sparse_layers * mixture
         head = h if self.scalar_head else 0 if self.tied else self.vocab_size * h
-        return self.vocab_size * h + self.num_layers * block + h + head
+        return self.vocab_size * h + layers + h + head
 
 
 def _llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> ModelShape:

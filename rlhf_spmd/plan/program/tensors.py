@@ -67,6 +67,7 @@ class Weight:
         one column.
     cut: the dim that tensor parallelism splits, in units of `unit` rows or columns; None: every slice holds all of it.
     stages: which pipeline stages hold it; "layers": each the part of its layers; "ends": first and last.
+    only: the layers that have it, if not all do: sparse ones, or dense ones.
     """
 
     name: str
@@ -77,23 +78,25 @@ class Weight:
     cut: Literal["rows", "columns"] | None = None
     unit: int = 1
     stages: Literal["layers", "first", "last", "ends"] = "layers"
+    only: Range | None = None
 
     @property
     def whole(self) -> Box:
-        return (0, self.layers), (0, self.rows), (0, self.columns)
+        return self.only or (0, self.layers), (0, self.rows), (0, self.columns)
 
     def box(self, shard: Shard) -> Box | None:
         """Returns the part that a shard holds; None if it holds nothing."""
         if self.stages == "layers":
             stage = split(self.layers, shard.pp, shard.stage)
-            layers = stage.start, stage.stop
+            first, last = self.only or (0, self.layers)
+            layers = max(first, stage.start), min(last, stage.stop)
         else:
-            first, last = shard.stage == 0, shard.is_last
-            layers = 0, int({"first": first, "last": last, "ends": first or last}[self.stages])
+            is_first, is_last = shard.stage == 0, shard.is_last
+            layers = 0, int({"first": is_first, "last": is_last, "ends": is_first or is_last}[self.stages])
         rows = self._slice(self.rows, shard) if self.cut == "rows" else (0, self.rows)
         columns = self._slice(self.columns, shard) if self.cut == "columns" else (0, self.columns)
         box = layers, rows, columns
-        return box if numbers_in(box) else None
+        return box if all(start < stop for start, stop in box) else None
 
     def _slice(self, size: int, shard: Shard) -> Range:
         units = split(size // self.unit, shard.tp, shard.tp_index)
@@ -143,6 +146,8 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
     embedding_stages: Literal["ends", "first"] = "ends" if shape.tied and not shape.scalar_head else "first"
     table = [Weight("embed_tokens.weight", 1, shape.vocab_size, hidden, cut="rows", stages=embedding_stages)]
 
+    sparse = (shape.num_dense_layers, num) if shape.num_experts else None
+
     def norm(name: str, size: int) -> None:
         table.append(Weight(f"layers.{{}}.{name}.weight", num, size, 1, num_dims=1))
 
@@ -158,18 +163,37 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
     linear("self_attn.v_proj", keys, hidden, "rows", d, shape.qkv_bias)
     linear("self_attn.o_proj", hidden, queries, "columns", group, shape.output_bias)
     if shape.qk_norm:
-        norm("self_attn.q_norm", d)
-        norm("self_attn.k_norm", d)
+        norm("self_attn.q_norm", queries if shape.qk_norm_of_all else d)
+        norm("self_attn.k_norm", keys if shape.qk_norm_of_all else d)
     norm("post_attention_layernorm", hidden)
-    linear("mlp.gate_proj", inner, hidden, "rows", 1, shape.mlp_bias)
-    linear("mlp.up_proj", inner, hidden, "rows", 1, shape.mlp_bias)
-    linear("mlp.down_proj", hidden, inner, "columns", 1, shape.mlp_bias)
+    num_common = len(table)
+    if sparse is None or sparse[0]:
+        linear("mlp.gate_proj", inner, hidden, "rows", 1, shape.mlp_bias)
+        linear("mlp.up_proj", inner, hidden, "rows", 1, shape.mlp_bias)
+        linear("mlp.down_proj", hidden, inner, "columns", 1, shape.mlp_bias)
+    if sparse is not None:
+        table[num_common:] = [replace(weight, only=(0, sparse[0])) for weight in table[num_common:]]
+        table += _experts(shape, sparse)
     table.append(Weight("norm.weight", 1, hidden, 1, num_dims=1, stages="last"))
     if shape.scalar_head:
         table.append(Weight(SCORE, 1, 1, hidden, stages="last"))
     elif not shape.tied:
         table.append(Weight("lm_head.weight", 1, shape.vocab_size, hidden, cut="rows", stages="last"))
     return tuple(table)
+
+
+def _experts(shape: ModelShape, layers: Range) -> list[Weight]:
+    """Returns the weights of mixtures: a router, which every slice holds, and the matrices of all experts one below the
+    other, of which tensor parallelism cuts whole experts."""
+    num, hidden, inner, experts = shape.num_layers, shape.hidden_size, shape.expert_size, shape.num_experts
+    name = "layers.{}.mlp.experts."
+    return [
+        Weight("layers.{}.mlp.gate.weight", num, experts, hidden, only=layers),
+        *(
+            Weight(f"{name}{part}.weight", num, experts * rows, columns, cut="rows", unit=rows, only=layers)
+            for part, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner))
+        ),
+    ]
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rlhf_spmd.config.epochs import length_of
-from rlhf_spmd.plan.program.tensors import trained_weights_of
+from rlhf_spmd.plan.program.tensors import numbers_in, trained_weights_of
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.runtime.checkpoint.resume import Resumed
 from rlhf_spmd.runtime.data.prompts import PromptSet
@@ -43,7 +43,7 @@ def _adapters(job: Job) -> str:
     config, texts = job.config, []
     for name, shape in job.program.workload.models.items():
         if shape is not None and shape.adapters is not None:
-            numbers = sum(weight.layers * weight.rows * weight.columns for weight in trained_weights_of(shape))
+            numbers = sum(numbers_in(weight.whole) for weight in trained_weights_of(shape))
             rate = f"learning rate {config.optimizer.lr[name]:g}" if name in config.optimizer.lr else "frozen"
             rank, scale = shape.adapters.rank, shape.adapters.scale
             texts.append(f"{name} rank {rank}, scale {scale:g}: {format_count(numbers)} numbers; {rate}")

@@ -58,7 +58,7 @@ def whole_state(models: RankModels, train: Train) -> dict[str, Tensor] | None:
     target = {
         name: torch.empty((weight.rows, weight.columns)[: weight.num_dims], dtype=dtype)
         for weight in (trained_weights_of(shape) if rank == writer else ())
-        for _, name in weight.parameters((0, weight.layers))
+        for _, name in weight.parameters(weight.whole[0])
     }
     mover = Mover(
         plan,
