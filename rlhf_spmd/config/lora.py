@@ -89,7 +89,12 @@ def _text(value: object) -> str:
 
 
 def adapted(role: str, shape: ModelShape, adapters: Adapters) -> ModelShape:
-    """Returns the shape of a role with adapters. Raises UserError for a rank that is larger than a side of a layer."""
+    """Returns the shape of a role with adapters. Raises UserError for a rank that is larger than a side of a layer, and
+    for mixtures of experts."""
+    if shape.num_experts:
+        raise UserError(
+            f"the {role} is a mixture of experts, which cannot have adapters; train all weights: lora.rank=0"
+        )
     shape = replace(shape, adapters=adapters)
     factors = [weight for weight in trained_weights_of(shape) if weight.name.endswith((A, B))]
     for weight in sorted(factors, key=lambda weight: min(weight.rows, weight.columns))[:1]:

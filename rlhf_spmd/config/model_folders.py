@@ -67,6 +67,8 @@ def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelCo
     longest: the most tokens of a sequence.
     """
     family = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias and not shape.output_bias else "llama"
+    if shape.num_experts:
+        family = "olmoe" if shape.qk_norm_of_all else "qwen3_moe" if shape.qk_norm else "mixtral"
     return ModelConfig(
         family,
         vocab_size=shape.vocab_size,
@@ -82,6 +84,12 @@ def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelCo
         attention_output_bias=shape.output_bias,
         mlp_bias=shape.mlp_bias,
         qk_norm=shape.qk_norm,
+        qk_norm_of_all=shape.qk_norm_of_all,
+        num_experts=shape.num_experts,
+        experts_per_token=shape.experts_per_token,
+        expert_size=shape.expert_size,
+        num_dense_layers=shape.num_dense_layers,
+        norm_topk=True,
     )
 
 

@@ -28,7 +28,7 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
         else:
             for text in _layout_problems(layout, cluster.num_devices) or _shape_problems(layout, workload, call):
                 of_layouts.setdefault((layout.ranks, text), []).append(call.name)
-    problems += _overlap_problems(placement, workflow)
+    problems += [*_overlap_problems(placement, workflow), *device_problems(workload, cluster)]
     if not problems and not of_layouts:
         problems += _ahead_problems(placement, workflow)
         problems += [*_stream_problems(placement, workload), *_partner_problems(placement, workload)]
@@ -39,6 +39,13 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
         problems.append(f"call{'s' * (len(calls) > 1)} {', '.join(calls)}{where}: {text}")
     if problems:
         raise UserError("; ".join(problems))
+
+
+def device_problems(workload: Workload, cluster: Cluster) -> Iterator[str]:
+    """Yields which models cannot run on the devices of a cluster."""
+    mixtures = [model for model, shape in workload.models.items() if shape and shape.num_experts]
+    if mixtures and set(cluster.device_types) != {"cpu"}:
+        yield f"mixtures of experts ({', '.join(mixtures)}) run on CPUs alone; use dense models on GPUs"
 
 
 def _overlap_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
@@ -175,6 +182,12 @@ def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iter
     if layout.pp > shape.num_layers:
         yield f"pp {layout.pp} is more than the {shape.num_layers} layers of {model}; lower pp"
     most_tp = min(shape.num_kv_heads, shape.intermediate_size, shape.vocab_size)
+    if layout.tp <= most_tp and layout.tp > (allowed := shape.most_tp(layout.tp)):
+        norms = "norms over all heads, which are not sliced"
+        why = norms if shape.qk_norm_of_all else f"{shape.num_experts} experts, which are cut whole"
+        yield f"tp {layout.tp} cannot cut {model}, which has {why}; use tp {allowed}"
+    if layout.zero > 1 and shape.num_experts:
+        yield f"ZeRO {layout.zero} is not for {model}, a mixture of experts; use ZeRO 0 or 1, or split it by tp or pp"
     if layout.tp > most_tp:
         text = f"tp {layout.tp} is more than the {most_tp} key-value heads of {model}, or the rows of a weight"
         yield f"{text}, which are not replicated; lower tp to {most_tp} or less"

@@ -54,10 +54,27 @@ class ModelShape:
         heads = kv_heads * (self.num_heads // self.num_kv_heads)
         return heads, kv_heads, len(split(self.intermediate_size, tp, index))
 
+    def most_tp(self, most: int) -> int:
+        """Returns the largest tp of at most so many slices that this model allows: slices have whole experts, and norms
+        over all heads are not sliced."""
+        return next(
+            tp for tp in range(most, 0, -1) if self.num_experts % tp == 0 and not (self.qk_norm_of_all and tp > 1)
+        )
+
+    def sparse_in(self, layers: range) -> int:
+        """Returns how many of these layers have experts."""
+        return len(range(max(layers.start, self.num_dense_layers), layers.stop)) if self.num_experts else 0
+
+    def experts_hit(self, rows: float) -> float:
+        """Returns how many experts of a layer so many rows are expected to hit, if each chooses evenly."""
+        missed: float = (1 - self.experts_per_token / self.num_experts) ** rows
+        return self.num_experts * (1 - missed)
+
     @property
     def has_large_matrices(self) -> bool:
         """Whether products of a layer take long enough that the library that computes them matters."""
-        return self.hidden_size * max(self.intermediate_size, self.num_heads * self.head_dim) >= LARGE_MATRIX
+        inner = self.expert_size if self.num_experts and not self.num_dense_layers else self.intermediate_size
+        return self.hidden_size * max(inner, self.num_heads * self.head_dim) >= LARGE_MATRIX
 
     @property
     def num_params(self) -> int:
@@ -72,7 +89,7 @@ class ModelShape:
     @property
     def num_sparse_layers(self) -> int:
         """Layers whose MLPs have experts."""
-        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+        return self.sparse_in(range(self.num_layers))
 
     def _num_params(self, experts: int) -> int:
         h, d = self.hidden_size, self.head_dim
@@ -253,9 +270,11 @@ class Workload:
         """Returns the largest tp that the key-value heads of every model, every node, and all ranks with pp stages
         allow."""
         num_ranks = cluster.num_devices
-        heads = min((shape.num_kv_heads for shape in self.models.values() if shape), default=1)
+        shapes = [shape for shape in self.models.values() if shape]
+        heads = min((shape.num_kv_heads for shape in shapes), default=1)
         devices = min(node.num_devices for node in cluster.nodes)
         sizes = [tp for tp in range(1, min(heads, devices) + 1) if num_ranks % (tp * pp) == 0 and devices % tp == 0]
+        sizes = [tp for tp in sizes if all(shape.most_tp(tp) == tp for shape in shapes)]
         return max(sizes, default=1)
 
     def shape(self, model: str) -> ModelShape:

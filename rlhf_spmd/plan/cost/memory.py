@@ -374,10 +374,12 @@ def activation_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: 
     tokens = (layout.micro_batch or workload.micro_batch) * longest
     if layout.tokens:  # a row is never cut, and there may be fewer rows than the budget has room for
         tokens = min(max(layout.tokens, longest), -(-workload.mini_batch // layout.dp) * longest)
-    kept = layer_numbers(shape, shard.tp, shard.tp_index)
+    kept = [layer_numbers(shape, shard.tp, shard.tp_index)] * num_layers
+    if sparse := shape.sparse_in(shard.layers(shape.num_layers)):
+        kept[num_layers - sparse :] = [sparse_layer_numbers(shape, c, shard.tp, shard.tp_index)] * sparse
     passes = layout.pp - shard.stage  # micro-batches in the pipeline under 1F1B
-    numbers = tokens * (h / layout.tp if layout.recompute else kept) * num_layers * passes
-    numbers += tokens * kept if layout.recompute else 0
+    numbers = tokens * (num_layers * h / layout.tp if layout.recompute else sum(kept)) * passes
+    numbers += tokens * max(kept) if layout.recompute else 0
     logits = 0
     if shard.is_last:
         responses = math.ceil(tokens * workload.max_response * call.num_sequences / longest)
@@ -405,6 +407,16 @@ def layer_numbers(shape: ModelShape, tp: int, index: int) -> float:
     gathered = sum(h for some in WITH_ONE_INPUT if len(some) > 1 and any(map(adapters.has, some)))
     # the products with A; what layers read is computed again, unless other slices have a part of it
     return kept + len(adapters.targets) * adapters.rank + (gathered if tp > 1 else 0)
+
+
+def sparse_layer_numbers(shape: ModelShape, number_bytes: int, tp: int, index: int) -> float:
+    """Returns what layer_numbers does, of a layer with experts that have equally many tokens: of each of a token's k
+    experts its input, gate and up and their product, and what down_proj makes; of the router its input, if it is not in
+    float32, and the probabilities, which are."""
+    h, of_expert = shape.hidden_size, 2 * shape.hidden_size + 3 * shape.expert_size
+    experts, wide = shape.experts_per_token * of_expert / tp, 4 / number_bytes
+    attention = layer_numbers(replace(shape, intermediate_size=0), tp, index)
+    return attention + experts + wide * (shape.num_experts + (h if wide > 1 else 0))
 
 
 def chunk_columns(num_rows: int, vocab_size: int) -> int:

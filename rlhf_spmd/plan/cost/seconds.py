@@ -7,10 +7,13 @@ No product hides these messages or the start of a layer. A backward pass takes t
 recomputation; one less where a base is frozen, of which it computes no gradients. Adapters add 2 FLOPs per number and
 token, three times that where they train; none in generation with copies of the weights that have them.
 
+A sparse layer of a mixture multiplies a token with its router and with k of its E experts.
+
 A decode step of b rows and L layers takes max(start, max(read, products) + reduces): starting it, L decode_layer_s + 2
-L decode_reduce_s (tp > 1); reading all weights, keys and values; its products; and two all-reduces of b x h numbers per
-layer (Megatron, arXiv 1909.08053), 2 (tp - 1) / tp of them over the link. As a CUDA graph it takes max(read, products)
-+ reduces + L graph_layer_s: the host starts it at once, and the device pauses between kernels.
+L decode_reduce_s (tp > 1); reading keys, values and all weights, of the experts of a layer the E (1 - (1 - k/E)^b) that
+its rows hit; its products; and two all-reduces of b x h numbers per layer (Megatron, arXiv 1909.08053), 2 (tp - 1) / tp
+of them over the link. As a CUDA graph it takes max(read, products) + reduces + L graph_layer_s: the host starts it at
+once, and the device pauses between kernels.
 
 If the calibration has tables of a shape (Measured), seconds of passes, steps and updates come from these instead.
 """
@@ -28,7 +31,7 @@ from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured
 from rlhf_spmd.plan.cost.memory import copied_bytes, num_params, num_trained, sequence_bytes, state_bytes
 from rlhf_spmd.plan.cost.step_messages import RINGS, Collective, step_messages
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.shard import split
+from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 if TYPE_CHECKING:
@@ -38,15 +41,20 @@ MOMENTS_BYTES = 24  # summed over the ranks of a train call per optimizer step (
 STATE_BYTES = 28  # read and written by AdamW per weight: master weight, two moments, gradient, and the new weight
 
 
-def layer_flops(shape: ModelShape, tokens: float, context: float, tp: int = 1) -> float:
+def layer_flops(shape: ModelShape, tokens: float, context: float, tp: int = 1, *, layers: range | None = None) -> float:
     """Returns the FLOPs of one layer's forward pass on the rank with the largest of tp slices, for which the others
     wait.
 
     context: tokens that a token attends to, on average.
+    layers: those of a stage, of which this is the mean if some are sparse and others are not; None: all.
     """
     heads, kv_heads, intermediate = shape.slice_sizes(tp, tp - 1)
     q, kv = heads * shape.head_dim, kv_heads * shape.head_dim
-    weights = 2 * shape.hidden_size * (q + kv) + 3 * shape.hidden_size * intermediate
+    mlp: float = 3 * shape.hidden_size * intermediate
+    if sparse := shape.sparse_in(layers := range(shape.num_layers) if layers is None else layers):
+        mixture = shape.hidden_size * (shape.num_experts + 3 * shape.experts_per_token * shape.expert_size / tp)
+        mlp += sparse / len(layers) * (mixture - mlp)
+    weights = 2 * shape.hidden_size * (q + kv) + mlp
     return tokens * (2 * weights + 4 * q * context)
 
 
@@ -54,6 +62,16 @@ def head_flops(shape: ModelShape, tokens: float, tp: int = 1) -> float:
     """Returns the FLOPs of the logits on the rank with the largest of tp slices, or of a scalar head, which is not
     sliced."""
     return 2 * tokens * shape.hidden_size * (1 if shape.scalar_head else len(split(shape.vocab_size, tp, tp - 1)))
+
+
+def num_read(shape: ModelShape, shard: Shard, rows: float) -> float:
+    """Returns the parameters of a shard that a decode step of some rows reads: all but those of experts that no row
+    hits."""
+    params = num_params(shape, shard)
+    if sparse := shape.sparse_in(shard.layers(shape.num_layers)):
+        missed = (shape.num_experts - shape.experts_hit(rows)) / shard.tp
+        return params - sparse * missed * 3 * shape.hidden_size * shape.expert_size
+    return params
 
 
 def all_gather_s(link: Link, num_ranks: int, num_bytes: float) -> float:
@@ -94,10 +112,11 @@ class Cost:
         return self.known[ranks]
 
     def table(self, model: str, layout: Layout, rank: int) -> Measured | None:
-        """Returns the table of a model's shape; None if it is not measured or its slices are on several nodes."""
-        if self.link(layout.tensor_ranks(rank)) is not self.calibration.inside:
-            return None
+        """Returns the table of a model's shape; None if it is not measured, its slices are on several nodes, or its
+        layers differ."""
         shape = replace(self.workload.shape(model), adapters=None)
+        if self.link(layout.tensor_ranks(rank)) is not self.calibration.inside or shape.num_dense_layers:
+            return None
         return self.device(rank).table(shape, layout.tp, self.workload.param_bytes)
 
     def message_s(self, source: int, destination: int, num_bytes: int, num_parts: int = 1) -> float:
@@ -127,7 +146,8 @@ class Cost:
         """Returns seconds of a forward or backward pass of some tokens, in sequences of one length, through a rank's
         stage."""
         shape, shard, device = self.workload.shape(call.model), layout.shard(rank), self.device(rank)
-        num_layers, is_last = len(shard.layers(shape.num_layers)), shard.is_last
+        layers, is_last = shard.layers(shape.num_layers), shard.is_last
+        num_layers = len(layers)
         adapters_s, of_weights = self.adapters_s(call, layout, rank, tokens), shape.adapters is None
         if (table := self.table(call.model, layout, rank)) is not None:
             forward_s = table.forward.at(num_layers, tokens, length, rest=is_last)
@@ -138,7 +158,7 @@ class Cost:
             return backward_s / (1 if of_weights else 2) + again_s + (2 + layout.recompute) * adapters_s
         hidden_bytes = tokens * shape.hidden_size * self.workload.param_bytes
         gather_s = all_gather_s(self.link(layout.tensor_ranks(rank)), layout.tp, hidden_bytes)
-        flops = layer_flops(shape, tokens, length / 2, layout.tp)
+        flops = layer_flops(shape, tokens, length / 2, layout.tp, layers=layers)
         layer_s = flops / device.matrix_flops + 4 * gather_s + device.layer_s
         head_s = head_flops(shape, tokens, layout.tp) / device.matrix_flops if is_last else 0.0
         if backward:
@@ -326,7 +346,8 @@ class Cost:
         """Returns seconds of a token for each of so many rows through one stage, halfway through their responses."""
         workload, device, shard = self.workload, self.device(rank), layout.shard(rank)
         shape = workload.shape(call.model)
-        num_layers = len(shard.layers(shape.num_layers))
+        layers = shard.layers(shape.num_layers)
+        num_layers = len(layers)
         table = self.table(call.model, layout, rank)
         adapters_s = 0.0
         if shape.adapters is not None and not self._adds_adapters(call):
@@ -341,9 +362,9 @@ class Cost:
             / (workload.max_prompt + workload.max_response)
             * sequence_bytes(workload, call, layout, rank)
         )
-        read_s = (workload.param_bytes * num_params(shape, shard) + cached) / device.memory_bytes_per_s
+        read_s = (workload.param_bytes * num_read(shape, shard, places) + cached) / device.memory_bytes_per_s
         head = head_flops(shape, places, layout.tp) if shard.is_last else 0.0
-        flops = num_layers * layer_flops(shape, places, context, layout.tp) + head
+        flops = num_layers * layer_flops(shape, places, context, layout.tp, layers=layers) + head
         num_reduces = 2 * num_layers if layout.tp > 1 else 0  # after attention and after the MLP (Megatron)
         link, hidden_bytes = self.link(layout.tensor_ranks(rank)), places * shape.hidden_size * workload.param_bytes
         reduce_s = num_reduces * 2 * all_gather_s(link, layout.tp, hidden_bytes)

@@ -76,10 +76,12 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
 
     Slices stay inside a node, and each has a key-value head; every shard has rows. Inference without stages has at
     least the run's rows at a time, as fewer are never better. Only train calls choose a ZeRO stage and recomputation;
-    only frozen models without adapters are offloaded or, with stage 3, spread over dp. States of optimizers are only
+    only frozen models without adapters are offloaded or, with stage 3, spread over dp. Mixtures have stages 0 and 1.
+    States of optimizers are only
     offloaded where there is recomputation.
     """
-    has_adapters = workload.shape(call.model).adapters is not None
+    shape = workload.shape(call.model)
+    has_adapters, has_experts = shape.adapters is not None, shape.num_experts > 0
     may_leave = workload.workflow.train_call(call.model) is None and not has_adapters
     for pp, tp in _grids(call, mesh, workload, cluster):
         dp = mesh.size // (pp * tp)
@@ -88,7 +90,7 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
         grid = Layout(mesh.ranks, dp=dp, pp=pp, tp=tp)
         rows = -(-workload.mini_batch // dp)
         if isinstance(call, Train):
-            most_zero = 0 if dp == 1 else 1 if pp > 1 or has_adapters else 3
+            most_zero = 0 if dp == 1 else 1 if pp > 1 or has_adapters or has_experts else 3
             for zero in range(most_zero + 1):
                 for most in _micro_batches(rows):
                     for recompute in (False, True):
@@ -104,7 +106,7 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
             yield replace(grid, micro_batch=micro_batch)
             if may_leave:
                 yield replace(grid, micro_batch=micro_batch, offload=True)
-                if dp > 1 and pp == 1:
+                if dp > 1 and pp == 1 and not has_experts:
                     yield replace(grid, micro_batch=micro_batch, zero=3)
 
 
@@ -114,7 +116,7 @@ def _grids(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) ->
     nodes = [cluster.node_of(rank) for rank in mesh.ranks]
     most_pp = min(shape.num_layers, max(len(set(nodes)), LEAST_PP))
     for tp in _divisors(mesh.size, min(mesh.size, shape.num_kv_heads)):
-        if all(nodes[at] == nodes[at + tp - 1] for at in range(0, mesh.size, tp)):
+        if shape.most_tp(tp) == tp and all(nodes[at] == nodes[at + tp - 1] for at in range(0, mesh.size, tp)):
             for pp in _divisors(mesh.size // tp, most_pp):
                 if mesh.size // (tp * pp) <= workload.mini_batch:
                     yield pp, tp

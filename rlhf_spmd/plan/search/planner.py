@@ -30,7 +30,7 @@ from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.markov_chain import markov_chain
 from rlhf_spmd.plan.search.misfit import roomiest, why_none
 from rlhf_spmd.plan.search.priors import Meshes, around, least_full, least_memory, on_meshes, priors, priors_in_chain
-from rlhf_spmd.plan.validate import ahead_problems
+from rlhf_spmd.plan.validate import ahead_problems, device_problems
 from rlhf_spmd.plan.workload import Workload
 
 NUM_STREAMING = 2  # plans that stream for which the fields of STREAMS are chosen
@@ -102,6 +102,8 @@ def search(
         raise UserError(f"unknown search method {method!r}; known: {', '.join(METHODS)}")
     for device in cluster.device_types:
         calibration.require(device)
+    if why := "; ".join(device_problems(workload, cluster)):
+        raise UserError(why)
     if ahead and (why := "; ".join(ahead_problems(ahead, workload.workflow))):
         raise UserError(why)
     workload = with_starts(workload) if ahead else workload

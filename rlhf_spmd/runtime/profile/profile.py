@@ -83,14 +83,15 @@ def profile(
     kind = type_of(world.computes, config.device_type)
     machine = machines(world)[world.rank]
     num_workers = machine.cores / machine.threads if world.computes.index is None else None
-    shapes = dict.fromkeys(replace(shape, num_layers=0, adapters=None) for shape in workload.models.values() if shape)
+    given = [shape for shape in workload.models.values() if shape]
+    shapes = dict.fromkeys(replace(shape, num_layers=0, num_dense_layers=0, adapters=None) for shape in given)
     wait = torch.cuda.synchronize if world.computes.index is not None else lambda: None
     others = torch.zeros(2 * last_level_cache_bytes(world.computes.index) // 4, device=world.device)
     clock = Clock(world, num_workers, wait, partial(others.add_, 1), budget_s)
     progress.say(lambda: f"measuring this machine, {clock.num_points} measurements so far")  # on rank 0
     tables: list[Measured] = []
     for shape in shapes:
-        for tp in grid.tps:
+        for tp in (tp for tp in grid.tps if shape.most_tp(tp) == tp):
             tables.append(measure_shape(clock, config, workload, grid, shape, tp))
     device_constants = constants(clock, workload.param_bytes)
     inside, between = (links(clock, ranks) for ranks in (inside_ranks(world), between_ranks(world)))

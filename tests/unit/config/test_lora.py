@@ -29,6 +29,7 @@ from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.workload import SHAPES
 from rlhf_spmd.strategies import flattening, separation
 from tests.folders import write_all, write_model, write_tokenizer
 from tests.runs import load as load_run
@@ -52,6 +53,16 @@ def test_options_of_all_models_and_of_one():
     lora = load_run(["lora.actor.rank=4", "lora.actor.alpha=8", "lora.actor.rslora=true"]).lora
     assert lora.of("actor") == Adapters(4, 8.0, rslora=True)
     assert lora.of("critic") is None
+
+
+def test_mixtures_have_no_adapters(monkeypatch):
+    """A router is no layer that adapters are for, either."""
+    shape = replace(SHAPES["llama-15m"], num_experts=4, experts_per_token=2, expert_size=8)
+    monkeypatch.setitem(SHAPES, "llama-15m", shape)
+    with pytest.raises(UserError, match="the actor is a mixture of experts, which cannot have .*: lora.rank=0"):
+        make_workload(load("tiny", ["models.actor=", "shape=llama-15m", "lora.actor.rank=2"]))
+    with pytest.raises(UserError, match="lora.targets=gate: choose from all-linear, q_proj"):
+        load("tiny", ["lora.rank=2", "lora.targets=gate"])
 
 
 def test_rates_are_ten_times_those_of_full_training_unless_they_are_given():

@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.search.meshes import layouts as layouts_of
 from rlhf_spmd.plan.search.meshes import meshes
+from rlhf_spmd.plan.search.planner import search
 from rlhf_spmd.plan.validate import validate
-from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.plan.workload import ModelShape, Workload
 from tests.programs import make_workload
 from tests.unit.plan.test_placement import EVERYONE
 
@@ -85,6 +87,40 @@ def test_zero_where_a_model_does_not_train_so_would_be_ignored(ranks, zero):
     text = refused({"actor_train": home, "actor_generate": Layout.data_parallel(ranks, zero=zero)})
     assert f"call actor_generate on ranks {format_ranks(ranks)}: ZeRO {zero} would be ignored" in text
     assert "actor trains on ranks 0-1 with dp2 pp1 tp1 zero2; use zero=0 here, and set the stage of actor_train" in text
+
+
+MIXTURE = ModelShape(2, 8, 16, 8, 4, 4, 32, num_experts=6, experts_per_token=2, expert_size=4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "device", "text"),
+    [
+        (MIXTURE, {"tp": 4}, "cpu", "tp 4 cannot cut actor, which has 6 experts, .*; use tp 3"),
+        (replace(MIXTURE, qk_norm=True, qk_norm_of_all=True), {"tp": 2}, "cpu", "norms over all heads.*; use tp 1"),
+        (MIXTURE, {"zero": 2}, "cpu", "ZeRO 2 is not for actor, a mixture of experts; use ZeRO 0 or 1, or split it"),
+        (MIXTURE, {"zero": 3}, "cpu", "ZeRO 3 is not for actor"),
+        (
+            MIXTURE,
+            {"tp": 2},
+            "a100-80g",
+            r"mixtures of experts \(actor, .*\) run on CPUs alone; use dense models on GPUs",
+        ),
+    ],
+)
+def test_what_mixtures_cannot_have_is_refused_and_not_searched(shape, layout, device, text):
+    workload, cluster = make_workload(shape=shape), Cluster.parse("1x4", device)
+    grid = Layout.grid_of(range(4), **layout)
+    layouts = dict.fromkeys((call.name for call in workload.workflow.placed_calls), grid)
+    with pytest.raises(UserError, match=text):
+        validate(Placement(layouts), workload, cluster)
+    for call in workload.workflow.placed_calls if device == "cpu" else ():
+        found = [one for mesh in meshes(cluster) for one in layouts_of(call, mesh, workload, cluster)]
+        assert found and all(one.zero < 2 and shape.most_tp(one.tp) == one.tp for one in found)
+        assert {one.tp for one in found} == ({1} if shape.qk_norm_of_all else {1, 2, 3})
+    assert workload.largest_tp(cluster) == (1 if shape.qk_norm_of_all else 2)
+    if device != "cpu":
+        with pytest.raises(UserError, match=text):
+            search(workload, cluster, load_calibration(device))
 
 
 def test_a_frozen_model_is_sharded_by_zero_3_where_all_its_calls_are():

@@ -15,7 +15,7 @@ from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.cost.lengths import of_forecast
-from rlhf_spmd.plan.cost.memory import num_params
+from rlhf_spmd.plan.cost.memory import num_params, sequence_bytes
 from rlhf_spmd.plan.cost.seconds import STATE_BYTES, Cost, all_gather_s, head_flops, layer_flops
 from rlhf_spmd.plan.cost.simulate import Times
 from rlhf_spmd.plan.cost.step_messages import RINGS, Collective
@@ -23,12 +23,14 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.plan.program.tensors import numbers_in, weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape, ResponseLengths
 from tests.programs import make_workload
 
 SHAPE = ModelShape(8, 64, 176, 8, 4, 8, 512)
 LENGTH = 12  # 5 + 7 tokens
+MIXTURE = replace(SHAPE, num_experts=6, experts_per_token=2, expert_size=24, num_dense_layers=3)
 
 
 class Case(NamedTuple):
@@ -79,6 +81,35 @@ def test_flops_are_two_per_weight_and_token():
     # scores and mixing: 2 products of 2 FLOPs for each number of a query and token that it sees
     assert layer_flops(SHAPE, 3, 10) - layer_flops(SHAPE, 3, 0) == 3 * 10 * 2 * 2 * 64
     assert head_flops(replace(SHAPE, scalar_head=True), 3) == 2 * 3 * 64
+
+
+def test_flops_of_a_mixture_are_two_per_weight_that_a_token_meets():
+    """Its own experts and the router; of a stage, those of its own layers."""
+    norms, embedding = (2 * 8 + 1) * 64, 512 * 64
+    met = MIXTURE.num_active_params - norms - embedding
+    assert 8 * layer_flops(MIXTURE, 3, 0) + head_flops(MIXTURE, 3) == pytest.approx(2 * 3 * met)
+    dense, sparse = (layer_flops(MIXTURE, 3, 10, layers=layers) for layers in (range(3), range(3, 8)))
+    assert dense == layer_flops(SHAPE, 3, 10)
+    assert dense - sparse == 2 * 3 * (3 * 64 * 176 - 64 * 6 - 2 * 3 * 64 * 24)
+    assert 4 * layer_flops(MIXTURE, 3, 10, layers=range(4)) == pytest.approx(3 * dense + sparse)
+
+
+@pytest.mark.parametrize(("size", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})])
+def test_a_decode_step_reads_the_experts_that_its_rows_hit(size, layout):
+    """A slice has half of those that are hit; each of two stages reads its own."""
+    hit = 6 * (1 - (1 - 2 / 6) ** 16)
+    table = [(weight, numbers_in(weight.whole)) for weight in weights_of(MIXTURE)]
+    numbers = sum(size / (layout.get("tp", 1) if weight.cut else 1) for weight, size in table)
+    numbers -= 5 * (6 - hit) * 3 * 64 * 24 / layout.get("tp", 1)
+    case = cost_of(machine(), shape=MIXTURE)
+    cached = sequence_bytes(
+        case.program.workload, case.program.workload.workflow.generate_calls[0], Layout((0,), dp=1), 0
+    )
+    cached *= 16 * (5 + 3.5) / 12 / layout.get("tp", 1)
+    reading = machine(matrix_flops=1e30, memory_bytes_per_s=1.0)
+    assert decode_s(reading, size, shape=MIXTURE, **layout) == pytest.approx(2 * numbers + cached)
+    of_qwen3_30b = replace(MIXTURE, num_experts=128, experts_per_token=8)
+    assert round(of_qwen3_30b.experts_hit(32)) == 112
 
 
 @pytest.mark.parametrize("recompute", [False, True])
