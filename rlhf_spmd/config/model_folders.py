@@ -5,15 +5,28 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rlhf_spmd import embedded
 from rlhf_spmd.model.adapters.uniform import base_folder
 from rlhf_spmd.model.config import RANDOM, ModelConfig, read_config_json, to_hf
+from rlhf_spmd.model.families import family_with
 from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES, same_behaviour
 from rlhf_spmd.plan.workflow import Role
 from rlhf_spmd.plan.workload import SHAPES, ModelShape
 
 LONGEST = 2**17  # tokens of a sequence of a model with random weights
+SIZES = (  # that ModelShape and ModelConfig have
+    *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
+    *("num_experts", "experts_per_token", "expert_size", "num_dense_layers"),
+)
+FLAGS = {  # fields of ModelShape -> those of ModelConfig
+    "qkv_bias": "attention_bias",
+    "output_bias": "attention_output_bias",
+    "mlp_bias": "mlp_bias",
+    "qk_norm": "qk_norm",
+    "qk_norm_of_all": "qk_norm_of_all",
+}
 
 
 def folder_of(role: str, folders: Mapping[str, str], roles: Mapping[str, Role], base: str = "") -> str:
@@ -39,25 +52,8 @@ def shape_of_folder(folder: str) -> ModelShape:
     """Returns sizes from a Hugging Face config.json (model/hf.py reads the rest). Raises UserError if that cannot be
     read."""
     config = read_config_json(Path(folder) / "config.json")
-    return ModelShape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        tied=config.tie_embeddings,
-        qkv_bias=config.attention_bias,
-        output_bias=config.attention_output_bias,
-        mlp_bias=config.mlp_bias,
-        qk_norm=config.qk_norm,
-        qk_norm_of_all=config.qk_norm_of_all,
-        num_experts=config.num_experts,
-        experts_per_token=config.experts_per_token,
-        expert_size=config.expert_size,
-        num_dense_layers=config.num_dense_layers,
-    )
+    sizes = {name: getattr(config, name) for name in SIZES}
+    return ModelShape(**sizes, tied=config.tie_embeddings, **{name: getattr(config, of) for name, of in FLAGS.items()})
 
 
 def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelConfig:
@@ -66,30 +62,13 @@ def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelCo
     num_layers: in place of the shape's.
     longest: the most tokens of a sequence.
     """
-    family = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias and not shape.output_bias else "llama"
-    if shape.num_experts:
-        family = "olmoe" if shape.qk_norm_of_all else "qwen3_moe" if shape.qk_norm else "mixtral"
+    flags: dict[str, Any] = {field: True for name, field in FLAGS.items() if getattr(shape, name)}
     return ModelConfig(
-        family,
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_layers=num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        family_with(flags),
+        **{name: getattr(shape, name) for name in SIZES} | {"num_layers": num_layers},
+        **flags,
         max_position_embeddings=longest,
         tie_embeddings=shape.tied,
-        attention_bias=shape.qkv_bias,
-        attention_output_bias=shape.output_bias,
-        mlp_bias=shape.mlp_bias,
-        qk_norm=shape.qk_norm,
-        qk_norm_of_all=shape.qk_norm_of_all,
-        num_experts=shape.num_experts,
-        experts_per_token=shape.experts_per_token,
-        expert_size=shape.expert_size,
-        num_dense_layers=shape.num_dense_layers,
-        norm_topk=True,
     )
 
 

@@ -1,7 +1,7 @@
 """The shape of a model, and its translation from and to Hugging Face's config.json. Plain Python without torch.
 
-The supported families (Llama 2/3, Mistral, Qwen2/2.5, Qwen3) differ only in a few switches of `ModelConfig`. Only this
-file knows what a family implies (Qwen2 always has biases on q, k and v; Qwen3 always normalises q and k).
+The supported families (families/) differ only in a few switches of `ModelConfig`. Their pages say what a family implies
+and how its config.json says the rest.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import NO_RIGHT, is_folder, read_bytes, refuse_pipes
-
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # model_type -> class prefix
+from rlhf_spmd.model.families import FAMILIES
+from rlhf_spmd.model.families.family import Family
 
 # rope type -> the numbers it needs in addition to rope_theta
 ROPE_TYPES = {
@@ -42,14 +42,6 @@ _SIZES = {
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
-}
-
-# What transformers assumes for keys missing in config.json.
-_DEFAULTS = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
-    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
 }
 
 
@@ -165,10 +157,10 @@ class ModelConfig:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise UserError(f"head_dim is {self.head_dim}, but rotary positions need an even number")
-        if self.model_type == "llama" and self.hidden_size % self.num_heads:
+        if FAMILIES[self.model_type].even_heads and self.hidden_size % self.num_heads:
             raise UserError(
                 f"hidden_size {self.hidden_size} is not a multiple of the {self.num_heads} attention heads, which "
-                "transformers refuses for llama"
+                f"transformers refuses for {self.model_type}"
             )
         if self.rope_type not in ROPE_TYPES:
             raise UserError(f"rope type {self.rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
@@ -192,14 +184,15 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
 
     Raises UserError naming the key for unsupported families and features, and for values of the wrong type.
     """
-    family = values.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise UserError(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
+    name = values.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(f"model_type {name!r} is not supported; supported are {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
     if values.get("quantization_config"):
         raise UserError("the weights are quantised (quantization_config) and cannot be trained; use the original model")
     if values.get("hidden_act", "silu") != "silu":
         raise UserError(f"hidden_act {values['hidden_act']!r} is not supported; supported is silu")
-    values = {"rms_norm_eps": 1e-6} | _DEFAULTS[family] | values
+    values = {"rms_norm_eps": 1e-6, **family.defaults, **values}
     hidden_size, num_heads = _integer(values, "hidden_size"), _integer(values, "num_attention_heads")
     if values.get("head_dim") is None:
         values["head_dim"] = hidden_size // max(num_heads, 1)
@@ -207,21 +200,19 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         values["num_key_value_heads"] = num_heads
     sizes: dict[str, Any] = {name: _integer(values, key) for key, name in _SIZES.items()}
     theta, scaling = _rope_from_hf(values)
-    sliding_window, sliding_layers = _sliding_from_hf(values, sizes["num_layers"])
+    sliding_window, sliding_layers = _sliding_from_hf(values, family, sizes["num_layers"])
     eos = values.get("eos_token_id")
-    bias = bool(values.get("attention_bias", False)) and family in ("llama", "qwen3")
+    switches = {field: bool(values.get(key, False)) for key, fields in family.switches.items() for field in fields}
     return ModelConfig(
-        model_type=family,
+        model_type=name,
         **sizes,
+        **dict.fromkeys(family.always, True),
+        **switches,
         rms_norm_eps=_number(values, "rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=_integer(values, "max_position_embeddings"),
         tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-        attention_bias=bias or family == "qwen2",
-        attention_output_bias=bias,
-        mlp_bias=bool(values.get("mlp_bias", False)) and family == "llama",
-        qk_norm=family == "qwen3",
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
         bos_token_id=_token_id(values, "bos_token_id"),
@@ -236,12 +227,12 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
 
     dtype: as transformers names it, e.g. "float32".
     """
-    family, eos = config.model_type, config.eos_token_ids
+    family, eos = FAMILIES[config.model_type], config.eos_token_ids
     scaling = {key: value for key, value in (config.rope_scaling or {}).items() if key != "type"}
     scaling = scaling | {"rope_type": config.rope_type}
     values = {
-        "architectures": [FAMILIES[family] + ("ForCausalLM" if head == "lm" else "ForSequenceClassification")],
-        "model_type": family,
+        "architectures": [family.prefix + ("ForCausalLM" if head == "lm" else "ForSequenceClassification")],
+        "model_type": config.model_type,
         "dtype": dtype,
         **{key: getattr(config, name) for key, name in _SIZES.items()},
         "hidden_act": "silu",
@@ -257,20 +248,8 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
         "pad_token_id": config.pad_token_id,
     }
-    if family in ("llama", "qwen3"):
-        values["attention_bias"] = config.attention_bias
-    if family == "llama":
-        values["mlp_bias"] = config.mlp_bias
-    if family == "mistral":
-        values["sliding_window"] = config.sliding_window if config.sliding_layers else None
-    if family in ("qwen2", "qwen3"):
-        sliding = config.sliding_layers
-        values["use_sliding_window"] = bool(sliding)
-        values["sliding_window"] = config.sliding_window
-        values["max_window_layers"] = min(sliding, default=config.num_layers)
-        values["layer_types"] = [
-            "sliding_attention" if layer in sliding else "full_attention" for layer in range(config.num_layers)
-        ]
+    values |= {key: getattr(config, fields[0]) for key, fields in family.switches.items()}
+    values |= _sliding_to_hf(config, family)
     if head == "scalar":
         values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return values
@@ -339,16 +318,14 @@ def _rope_from_hf(values: dict[str, Any]) -> tuple[float, dict[str, Any] | None]
     return theta, {"rope_type": rope_type} | parameters
 
 
-def _sliding_from_hf(values: dict[str, Any], num_layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """Returns (window or None, the layers that have it). Mistral: all layers; Qwen: by layer_types or
-    max_window_layers."""
-    family, window = values["model_type"], values.get("sliding_window")
-    if family == "llama" or not window or (family != "mistral" and not values.get("use_sliding_window", False)):
+def _sliding_from_hf(values: dict[str, Any], family: Family, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """Returns (window or None, the layers that have it: all, or those of layer_types or max_window_layers)."""
+    said = {key: values.get(key) for key in family.windows}
+    if not said.get("sliding_window") or not said.get("use_sliding_window", True):
         return None, ()
-    window = _integer(values, "sliding_window")
-    if family == "mistral":
+    window, types = _integer(values, "sliding_window"), said.get("layer_types")
+    if "layer_types" not in said:
         return window, tuple(range(num_layers))
-    types = values.get("layer_types")
     if types is None:
         first = _integer({"max_window_layers": 28} | values, "max_window_layers")
         return window, tuple(range(min(first, num_layers), num_layers))
@@ -356,3 +333,15 @@ def _sliding_from_hf(values: dict[str, Any], num_layers: int) -> tuple[int | Non
     if not isinstance(types, list) or len(types) != num_layers or not all(kind in kinds for kind in types):
         raise UserError(f"'layer_types' must name full_attention or sliding_attention for each of {num_layers} layers")
     return window, tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
+
+
+def _sliding_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Returns what the keys of a family say about windows."""
+    sliding, layers = config.sliding_layers, range(config.num_layers)
+    values = {
+        "use_sliding_window": bool(sliding),
+        "sliding_window": config.sliding_window if sliding or len(family.windows) > 1 else None,
+        "max_window_layers": min(sliding, default=config.num_layers),
+        "layer_types": ["sliding_attention" if layer in sliding else "full_attention" for layer in layers],
+    }
+    return {key: values[key] for key in family.windows}

@@ -93,7 +93,7 @@ def one_layer_of_each_kind(model: Transformer, vocab_size: int | None = None) ->
     config, shard, device = model.config, model.parallel.shard, next(model.parameters()).device
     slice_ = replace(shard, stage=0, pp=1)
     heads, kv_heads = (len(extent(config, what, slice_)) // config.head_dim for what in ("queries", "keys"))
-    if config.hidden_size % heads:  # an uneven slice, which llama does not allow as a whole model
+    if config.hidden_size % heads:  # an uneven slice, which some families do not allow as a whole model
         heads, kv_heads = config.num_heads, config.num_kv_heads
     windows = windows_of(model)
     slides = any(window is not None for window in windows)

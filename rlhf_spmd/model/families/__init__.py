@@ -1,0 +1,21 @@
+"""The families of models: a page of data for each, by its model_type in config.json. Plain Python without torch."""
+
+from collections.abc import Collection
+
+from rlhf_spmd.model.families import llama, mistral, qwen2, qwen3
+
+FAMILIES = {
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
+}
+
+
+def family_with(fields: Collection[str]) -> str:
+    """Returns the first family that has models with these fields of `ModelConfig`, and no others, true."""
+    for name, family in FAMILIES.items():
+        keyed = [group for group in family.switches.values() if {*group} <= {*fields}]
+        if {*family.always}.union(*keyed) == {*fields}:
+            return name
+    raise AssertionError(f"no family has {', '.join(fields)}")

@@ -1,0 +1,52 @@
+"""Pages of families: the layers and the programs know what a family implies, and never which one it is."""
+
+import ast
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.config.model_folders import FLAGS, LONGEST, model_config_of
+from rlhf_spmd.model.config import from_hf, to_hf
+from rlhf_spmd.model.families import FAMILIES
+from rlhf_spmd.plan.workload import ModelShape
+from tests.unit.model.test_transformer import SMALL
+
+PACKAGE = Path(__file__).parents[4] / "rlhf_spmd"
+FORMATS = PACKAGE / "model" / "texts" / "tool_calls.py"  # formats of tool calls are called after families
+
+
+def test_no_family_is_named_outside_of_its_page():
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "families" and path != FORMATS:
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            found = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            assert not found & {*FAMILIES}, path
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_switch_and_window_of_a_page_is_read_and_written(name):
+    family = FAMILIES[name]
+    for turned in itertools.product((False, True), repeat=len(family.switches)):
+        switches = dict(zip(family.switches, turned, strict=True))
+        values = {"model_type": name, **SMALL, **switches, "sliding_window": 5, "use_sliding_window": True}
+        config = from_hf(values | {"max_window_layers": 1})
+        on = {*family.always}.union(*(fields for key, fields in family.switches.items() if switches[key]))
+        assert all(getattr(config, field) == (field in on) for field in FLAGS.values())
+        assert (5 in (config.window(0), config.window(1))) == bool(family.windows)
+        written = to_hf(config, head="lm", dtype="float32")
+        assert from_hf(written) == config and switches.items() <= written.items()
+
+
+@pytest.mark.parametrize("flags", [set(), {"qkv_bias"}, {"qkv_bias", "output_bias", "mlp_bias"}, {"qk_norm"}], ids=str)
+def test_a_shape_has_a_family_that_keeps_all_of_it(flags):
+    shape = replace(ModelShape(2, 48, 80, 6, 2, 8, 61), **dict.fromkeys(flags, True))
+    config = model_config_of(shape, 3, LONGEST)
+    assert config.num_layers == 3 and {name for name, field in FLAGS.items() if getattr(config, field)} == flags
+    assert from_hf(to_hf(config, head="lm", dtype="float32")) == config
+
+
+def test_the_example_of_a_page_is_a_page():
+    guide = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert (PACKAGE / "model" / "families" / "qwen3.py").read_text(encoding="utf-8") in guide
