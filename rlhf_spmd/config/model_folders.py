@@ -63,8 +63,10 @@ def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelCo
     longest: the most tokens of a sequence.
     """
     flags: dict[str, Any] = {field: True for name, field in FLAGS.items() if getattr(shape, name)}
+    if shape.num_experts:
+        flags["norm_topk"] = True
     return ModelConfig(
-        family_with(flags),
+        family_with(flags, mixture=bool(shape.num_experts)),
         **{name: getattr(shape, name) for name in SIZES} | {"num_layers": num_layers},
         **flags,
         max_position_embeddings=longest,

@@ -14,7 +14,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import NO_RIGHT, is_folder, read_bytes, refuse_pipes
 from rlhf_spmd.model.families import FAMILIES
-from rlhf_spmd.model.families.family import Family
+from rlhf_spmd.model.families.family import UNSUPPORTED, Family
 
 # rope type -> the numbers it needs in addition to rope_theta
 ROPE_TYPES = {
@@ -32,6 +32,8 @@ _ROPE_NUMBERS = (
 )
 
 RANDOM = "random_weights.json"  # in the folder of a model whose weights are random, in place of them
+
+MOST_EXPERTS = 256  # whose numbers fit into the bytes of routes
 
 # Hugging Face's keys -> fields of ModelConfig
 _SIZES = {
@@ -138,6 +140,7 @@ class ModelConfig:
     expert_size: int = 0  # intermediate size of an expert
     num_dense_layers: int = 0
     norm_topk: bool = False  # whether the weights of a token's experts sum to 1
+    kept: dict[str, Any] = field(default_factory=dict, hash=False)  # keys of config.json that are written again
     sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 tokens before it
     sliding_layers: tuple[int, ...] = ()  # the layers that have that window
     bos_token_id: int | None = None
@@ -162,12 +165,26 @@ class ModelConfig:
                 f"hidden_size {self.hidden_size} is not a multiple of the {self.num_heads} attention heads, which "
                 f"transformers refuses for {self.model_type}"
             )
+        self._check_experts()
         if self.rope_type not in ROPE_TYPES:
             raise UserError(f"rope type {self.rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
         for name in ROPE_TYPES[self.rope_type]:
             value = (self.rope_scaling or {}).get(name)
             if not _is_number(value) or value <= 0:
                 raise UserError(f"rope type {self.rope_type!r} needs a positive number {name!r}, not {value!r}")
+
+    def _check_experts(self) -> None:
+        if not self.num_experts and not FAMILIES[self.model_type].sizes:
+            return
+        for name, least, most in (
+            ("num_experts", 1, MOST_EXPERTS),
+            ("experts_per_token", 1, self.num_experts),
+            ("num_dense_layers", 0, self.num_layers - 1),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise UserError(f"{name} is {getattr(self, name)}, but must be at least {least} and at most {most}")
+        if self.expert_size < 1:
+            raise UserError(f"expert_size is {self.expert_size}, but must be at least 1")
 
     @property
     def rope_type(self) -> str:
@@ -193,6 +210,7 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
     if values.get("hidden_act", "silu") != "silu":
         raise UserError(f"hidden_act {values['hidden_act']!r} is not supported; supported is silu")
     values = {"rms_norm_eps": 1e-6, **family.defaults, **values}
+    experts: dict[str, Any] = _experts_from_hf(values, family)
     hidden_size, num_heads = _integer(values, "hidden_size"), _integer(values, "num_attention_heads")
     if values.get("head_dim") is None:
         values["head_dim"] = hidden_size // max(num_heads, 1)
@@ -208,6 +226,8 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         **sizes,
         **dict.fromkeys(family.always, True),
         **switches,
+        **experts,
+        kept={key: values[key] for key in family.kept if key in values},
         rms_norm_eps=_number(values, "rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -249,7 +269,7 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
         "pad_token_id": config.pad_token_id,
     }
     values |= {key: getattr(config, fields[0]) for key, fields in family.switches.items()}
-    values |= _sliding_to_hf(config, family)
+    values |= _sliding_to_hf(config, family) | _experts_to_hf(config, family) | config.kept
     if head == "scalar":
         values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return values
@@ -345,3 +365,35 @@ def _sliding_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
         "layer_types": ["sliding_attention" if layer in sliding else "full_attention" for layer in layers],
     }
     return {key: values[key] for key in family.windows}
+
+
+def _experts_from_hf(values: dict[str, Any], family: Family) -> dict[str, int]:
+    """Returns fields of a mixture of experts. No key may be missing: transformers takes sizes of no released model."""
+    if not family.sizes:
+        return {}
+    for key in UNSUPPORTED:
+        if values.get(key):
+            raise UserError(f"{key} {values[key]!r} is not supported; supported mixtures have none")
+    plain, local = values.get("num_experts"), values.get("num_local_experts")  # transformers writes one or the other
+    if None not in (plain, local) and plain != local:
+        raise UserError(f"num_experts {plain!r} and num_local_experts {local!r} differ; correct one of them")
+    values |= dict.fromkeys(("num_experts", "num_local_experts"), local if plain is None else plain)
+    needed = {*family.switches, *family.first_dense} - {"attention_bias"}
+    for key in sorted(needed - values.keys()):
+        raise UserError(f"{key!r} is missing, and mixtures of experts have no default of it; copy config.json again")
+    experts = {field: _integer(values, key) for key, field in family.sizes.items()}
+    if not family.first_dense:
+        return experts
+    (first, dense), (every, step) = ((key, values[key]) for key in family.first_dense)
+    dense = dense or []
+    if not isinstance(dense, list) or dense != [*range(len(dense))]:
+        raise UserError(f"{first} {dense} is not supported; supported are the first layers: [0, 1, ...]")
+    if step != 1:
+        raise UserError(f"{every} {step!r} is not supported; supported is 1")
+    return experts | {"num_dense_layers": len(dense)}
+
+
+def _experts_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Returns what the keys of a family say about experts."""
+    dense = zip(family.first_dense, ([*range(config.num_dense_layers)], 1), strict=False)
+    return {key: getattr(config, field) for key, field in family.sizes.items()} | dict(dense)

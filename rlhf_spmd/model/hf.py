@@ -25,7 +25,8 @@ from rlhf_spmd.model import weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
 from rlhf_spmd.model.random_weights import is_random, random_tensors
-from rlhf_spmd.model.stored_names import HEADS, check_names, hugging_face_names
+from rlhf_spmd.model.stored_names import check_names, hugging_face_names
+from rlhf_spmd.model.stored_parts import cut, joined, table_of
 from rlhf_spmd.model.texts.template_time import format_time
 from rlhf_spmd.model.texts.tokenizer import Tokenizer, padding_token
 from rlhf_spmd.model.texts.tokenizer_files import (
@@ -97,31 +98,35 @@ def load_model(
     config = read_config(folder)
     whole = Transformer(config, head=head, dtype=dtype, device="meta")
     model = Transformer(config, head=head, dtype=dtype, device="meta", parallel=parallel)
-    shapes = {to_hf_name(name): weight.shape for name, weight in whole.state_dict().items()}
-    parts = {to_hf_name(name): slice_of(name, config, parallel.shard) for name in model.state_dict()}
+    shapes = {name: weight.shape for name, weight in whole.state_dict().items()}
+    slices = {name: slice_of(name, config, parallel.shard) for name in model.state_dict()}
     if is_random(folder):
-        tensors = random_tensors(shapes, parts, dtype=dtype, device=device)
-        model.take({name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+        model.take(random_tensors(shapes, slices, dtype=dtype, device=device))
         return model
     found = weights.locate(folder)
     stored = hugging_face_names(found)
     places = {name: found[there] for name, there in stored.items()}
-    missing_head = check_names(_file(folder), stored, shapes, head=head, tied=config.tie_embeddings)
+    with naming(_file(folder)):
+        table = table_of(shapes, config, stored)
+    expect = {part.name: part.shape for parts in table.values() for part in parts}
+    missing_head = check_names(_file(folder), stored, expect, head=head, tied=config.tie_embeddings)
     if missing_head and not fresh_head:
         raise UserError(
             f"{_file(folder)} has no tensor {missing_head[0]}, so it is not a reward model; give a folder saved from "
             "AutoModelForSequenceClassification with num_labels=1"
         )
     for name in missing_head:
-        shapes.pop(name)
+        expect.pop(name)
 
-    tensors = weights.read_weights(places, shapes, lambda tensor: tensor.to(device=device, dtype=dtype), parts, stored)
+    wanted = {part.name: part.slices(one, shapes[name][0]) for name, one in slices.items() for part in table[name]}
+    held = {name: one for name, one in wanted.items() if one is not None}
+    tensors = weights.read_weights(places, expect, lambda tensor: tensor.to(device=device, dtype=dtype), held, stored)
     if head == "lm":
-        _check_tied(config, places, shapes, tensors, parts, stored)
+        _check_tied(config, places, expect, tensors, held, stored)
     for name in missing_head:  # a fresh critic's values are zero
-        if name in parts:
+        if name in slices:
             tensors[name] = torch.zeros(1, config.hidden_size, dtype=dtype, device=device)
-    model.take({name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+    model.take({name: joined(table[name], tensors) for name in slices})
     return model
 
 
@@ -150,7 +155,8 @@ def save_state(
     if head == "scalar":
         config = dataclasses.replace(config, pad_token_id=padding_token(folder, config))
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    weights.write_weights(folder, {to_hf_name(n): t for n, t in state.items()}, max_shard_bytes=max_shard_bytes)
+    stored = {there: one for name, tensor in state.items() for there, one in cut(name, tensor, config)}
+    weights.write_weights(folder, stored, max_shard_bytes=max_shard_bytes, are_parts=len(stored) > len(state))
     weights.write_json(folder / "config.json", model_config.to_hf(config, head=head, dtype=dtype))
 
 
@@ -443,9 +449,9 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtyp
         raise UserError(f"{gguf_file}: transformers cannot read this GGUF file ({error})") from None
     with naming(gguf_file):
         config = model_config.from_hf(model.config.to_dict() | {"quantization_config": None})  # dequantised by now
-    state = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
-    if config.tie_embeddings:
-        state.pop("lm_head.weight", None)
+    read, whole = model.state_dict(), Transformer(config, head="lm", device="meta").state_dict()
+    table = table_of({name: weight.shape for name, weight in whole.items()}, config, read)
+    state = {name: joined(parts, read) for name, parts in table.items()}
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     values = read_json(folder / "tokenizer_config.json")
@@ -453,11 +459,6 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtyp
     weights.write_json(folder / "tokenizer_config.json", own)
     own_end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     save_state(state, config, "lm", folder, Texts(ends=config.eos_token_ids or own_end))
-
-
-def to_hf_name(name: str) -> str:
-    """Converts our name of a tensor to Hugging Face's."""
-    return name if name in HEADS else "model." + name
 
 
 def _file(folder: Path) -> Path:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.model.config import RANDOM
+from rlhf_spmd.model.stored_parts import to_hf_name
 
 STD = 0.02  # of matrices, as transformers initializes Llama
 CHUNK = 2**24  # numbers made at a time
@@ -49,7 +50,7 @@ def _tensor(name: str, shape: torch.Size, part: tuple[slice, ...], dtype: torch.
     step = max(1, CHUNK // len(columns))
     for first in range(0, len(rows), step):
         places = rows[first : first + step, None] * num_columns + columns
-        made[first : first + step] = _uniform(places + (zlib.crc32(name.encode()) << 31)).to(dtype)
+        made[first : first + step] = _uniform(places + (zlib.crc32(to_hf_name(name).encode()) << 31)).to(dtype)
     return made
 
 

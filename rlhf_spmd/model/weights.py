@@ -99,12 +99,18 @@ def read_weights(
     return tensors
 
 
-def write_weights(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
+def write_weights(
+    folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int, are_parts: bool = False
+) -> None:
     """Writes one file, or shards with an index if the tensors are larger than `max_shard_bytes`. Files of an earlier
-    save that are no longer part of the model are deleted."""
+    save that are no longer part of the model are deleted.
+
+    are_parts: whether tensors share memory that is too much for one shard.
+    """
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    shards = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=max_shard_bytes)
+    alike = {name: torch.empty_like(one, device="meta") if are_parts else one for name, one in tensors.items()}
+    shards = split_torch_state_dict_into_shards(alike, max_shard_size=max_shard_bytes)
     for file, names in shards.filename_to_tensors.items():
         write_file(folder / file, {name: tensors[name] for name in names})
     if shards.is_sharded:

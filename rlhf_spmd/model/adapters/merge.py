@@ -18,6 +18,7 @@ from rlhf_spmd.model.adapters.config import OUTER, AdapterConfig, base_of
 from rlhf_spmd.model.adapters.files import check_base, read_adapter
 from rlhf_spmd.model.adapters.uniform import is_whole, model_files
 from rlhf_spmd.model.config import naming
+from rlhf_spmd.model.stored_parts import to_hf_name
 from rlhf_spmd.model.transformer import Transformer
 
 
@@ -66,7 +67,7 @@ def merge_into(
     saved: Mapping[str, Tensor],
 ) -> Merged:
     """Merges an adapter into a whole model in memory. Raises UserError if it does not fit."""
-    state = {hf.to_hf_name(name): weight for name, weight in model.state_dict().items()}
+    state = {to_hf_name(name): weight for name, weight in model.state_dict().items()}
     check_base(config, factors, saved, {name: weight.shape for name, weight in state.items()})
     num_updated = num_lost = 0
     dtype = next(iter(state.values())).dtype

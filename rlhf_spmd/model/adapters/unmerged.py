@@ -13,6 +13,7 @@ from rlhf_spmd.model.adapters.files import check_base, read_adapter, write_adapt
 from rlhf_spmd.model.adapters.uniform import BASE_HERE, adapters_in, model_files
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
+from rlhf_spmd.model.stored_parts import to_hf_name
 from rlhf_spmd.model.texts.tokenizer_files import Texts
 from rlhf_spmd.model.transformer import Head, Transformer
 from rlhf_spmd.plan.adapters import A, B
@@ -27,8 +28,8 @@ def save_adapter(state: Mapping[str, Tensor], model: Transformer, folder: Path, 
     adapters, head = model.adapters, model.head
     assert adapters is not None, "the model has adapters"
     layers = sorted(name.removesuffix(f".{A}") for name in state if name.endswith(f".{A}"))
-    factors = {hf.to_hf_name(layer): (state[f"{layer}.{A}"], state[f"{layer}.{B}"]) for layer in layers}
-    saved = {hf.to_hf_name(name): one for name, one in state.items() if not name.endswith((f".{A}", f".{B}"))}
+    factors = {to_hf_name(layer): (state[f"{layer}.{A}"], state[f"{layer}.{B}"]) for layer in layers}
+    saved = {to_hf_name(name): one for name, one in state.items() if not name.endswith((f".{A}", f".{B}"))}
     config = AdapterConfig(
         adapters.rank,
         int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha,  # as peft writes it
@@ -53,7 +54,7 @@ def take_adapter(model: Transformer, folder: str | Path) -> None:
             raise UserError(f"it changes {other}, which a run can't adapt; {merge_here(folder)}")
         if config.head == "scalar" and model.head == "lm":
             raise UserError("it is of a critic or reward model (SEQ_CLS), and a language model is wanted")
-        check_base(config, factors, saved, {hf.to_hf_name(name): one.shape for name, one in whole.state_dict().items()})
+        check_base(config, factors, saved, {to_hf_name(name): one.shape for name, one in whole.state_dict().items()})
         if config.head == "scalar" and not saved:
             raise UserError("it lacks score.weight; copy its files again")
     values = {

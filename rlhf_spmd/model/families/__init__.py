@@ -2,20 +2,24 @@
 
 from collections.abc import Collection
 
-from rlhf_spmd.model.families import llama, mistral, qwen2, qwen3
+from rlhf_spmd.model.families import llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe
 
 FAMILIES = {
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "mixtral": mixtral.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "olmoe": olmoe.FAMILY,
 }
 
 
-def family_with(fields: Collection[str]) -> str:
-    """Returns the first family that has models with these fields of `ModelConfig`, and no others, true."""
+def family_with(fields: Collection[str], *, mixture: bool) -> str:
+    """Returns the first family that has models, or mixtures, with these fields of `ModelConfig`, and no others,
+    true."""
     for name, family in FAMILIES.items():
         keyed = [group for group in family.switches.values() if {*group} <= {*fields}]
-        if {*family.always}.union(*keyed) == {*fields}:
+        if {*family.always}.union(*keyed) == {*fields} and bool(family.sizes) == mixture:
             return name
     raise AssertionError(f"no family has {', '.join(fields)}")

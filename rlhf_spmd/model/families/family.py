@@ -6,6 +6,14 @@ from typing import Any
 
 BIASES = ("attention_bias", "attention_output_bias")  # which one key turns on together
 BY_LAYER = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")  # windows of some layers
+KEPT = ("output_router_logits", "router_aux_loss_coef")  # of mixtures
+EXPERTS = {  # all experts of a layer -> each of them
+    "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    "mlp.experts.down_proj": ("mlp.experts.{}.down_proj",),
+}
+UNSUPPORTED = (  # keys that ask for what no layer has: shared experts, groups of experts, clipped queries and keys
+    *("shared_expert_intermediate_size", "n_shared_experts", "n_group", "topk_group", "clip_qkv"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +26,15 @@ class Family:
     switches: keys that are true or false -> the fields that they set.
     windows: the keys that say which layers have a sliding window; without max_window_layers and layer_types all have.
     even_heads: whether transformers refuses a hidden size that is not a multiple of the number of heads.
+
+    Of mixtures of experts, where no key of sizes, switches or first_dense may be missing:
+
+    sizes: keys -> the fields that they give, beside those of all models.
+    first_dense: the keys that list dense layers, which must be the first ones, and the step from one sparse layer to
+        the next, which must be 1; empty: all layers are sparse.
+    kept: keys that are written as they were read.
+    tensors: our matrices of a layer -> those in a folder whose rows, one below the other, they are; `{}`: of each
+        expert.
     """
 
     prefix: str
@@ -26,3 +43,7 @@ class Family:
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     windows: tuple[str, ...] = ()
     even_heads: bool = False
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    first_dense: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
