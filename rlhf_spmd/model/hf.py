@@ -118,8 +118,8 @@ def load_model(
     for name in missing_head:
         expect.pop(name)
 
-    wanted = {part.name: part.slices(one, shapes[name][0]) for name, one in slices.items() for part in table[name]}
-    held = {name: one for name, one in wanted.items() if one is not None}
+    wanted = {part.name: part.slices(ours, shapes[name][0]) for name, ours in slices.items() for part in table[name]}
+    held = {name: theirs for name, theirs in wanted.items() if theirs is not None}
     tensors = weights.read_weights(places, expect, lambda tensor: tensor.to(device=device, dtype=dtype), held, stored)
     if head == "lm":
         _check_tied(config, places, expect, tensors, held, stored)
@@ -155,7 +155,7 @@ def save_state(
     if head == "scalar":
         config = dataclasses.replace(config, pad_token_id=padding_token(folder, config))
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    stored = {there: one for name, tensor in state.items() for there, one in cut(name, tensor, config)}
+    stored = {there: part for name, tensor in state.items() for there, part in cut(name, tensor, config)}
     weights.write_weights(folder, stored, max_shard_bytes=max_shard_bytes, are_parts=len(stored) > len(state))
     weights.write_json(folder / "config.json", model_config.to_hf(config, head=head, dtype=dtype))
 

@@ -60,11 +60,11 @@ def parts_of(name: str, shape: torch.Size, config: ModelConfig, there: Container
         return [Part(to_hf_name(name), shape)]
     place, of_experts = f"{BODY}{'.'.join(layer)}.", "{}" in names[0]
     num = config.num_experts if of_experts else 1
-    apart = [f"{place}{one}.weight".format(expert) for expert in range(num) for one in names]
+    apart = [f"{place}{inner}.weight".format(expert) for expert in range(num) for inner in names]
     together = place + matrix if of_experts else to_hf_name(name)
     if together not in there:
         size = torch.Size((shape[0] // len(apart), shape[1]))
-        return [Part(one, size, number * size[0], whole=False) for number, one in enumerate(apart)]
+        return [Part(each, size, number * size[0], whole=False) for number, each in enumerate(apart)]
     if apart[0] in there:
         raise UserError(f"it holds {together} and, as a part of it, {apart[0]}; remove one of the two forms")
     if not of_experts:
@@ -84,7 +84,7 @@ def joined(parts: list[Part], tensors: dict[str, Tensor]) -> Tensor:
     read = [tensors.pop(part.name) for part in parts if part.name in tensors]
     if parts[0].whole:
         return read[0]
-    return torch.cat([one.flatten(0, -2) for one in read])
+    return torch.cat([part.flatten(0, -2) for part in read])
 
 
 def cut(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

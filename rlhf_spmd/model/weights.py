@@ -109,8 +109,10 @@ def write_weights(
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    alike = {name: torch.empty_like(one, device="meta") if are_parts else one for name, one in tensors.items()}
-    shards = split_torch_state_dict_into_shards(alike, max_shard_size=max_shard_bytes)
+    counted = dict(tensors)
+    if are_parts:
+        counted = {name: torch.empty_like(part, device="meta") for name, part in tensors.items()}
+    shards = split_torch_state_dict_into_shards(counted, max_shard_size=max_shard_bytes)
     for file, names in shards.filename_to_tensors.items():
         write_file(folder / file, {name: tensors[name] for name in names})
     if shards.is_sharded:
