@@ -42,7 +42,7 @@ def test_auto_is_the_same_every_time_and_is_what_its_source_says(tmp_path):
 
 def test_separation_one_iteration_ahead_stands_beside_the_others():
     """Four 1.5B models and two epochs: the best plan pays, the shipped strategy with its usual options would not."""
-    cluster, words = Cluster.parse("1x8", "a100-80g"), ["shape=actor=qwen2.5-1.5b,critic=qwen2.5-1.5b"]
+    cluster, words = Cluster.parse("1x2", "a100-80g"), ["shape=actor=qwen2.5-1.5b,critic=qwen2.5-1.5b"]
     workload = make_workload(load("llama-7b", ["ppo.epochs=2", *words]))
     options = {"aheads": (0, 1), "method": "two_phase", "keep": 2}
     rows, _, found = alternatives(workload, cluster, load_calibration("a100-80g"), top=1, **options)

@@ -36,7 +36,7 @@ CPU = {
     "inside": {"bytes_per_s": 1e9, "latency_s": 1e-4},
     "between": {"bytes_per_s": 1e9, "latency_s": 1e-4},
 }
-SMALL = ["--preset", "llama-7b", "--layout", "1x8", "--calibration", "a100-80g", "--method", "two_phase"]
+SMALL = ["--preset", "qwen2.5-0.5b", "--layout", "1x2", "--calibration", "a100-80g", "--method", "two_phase"]
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def refusal(capsys, *arguments: str) -> str:
 
 def test_the_winner_is_a_strategy_with_that_forecast(planned):
     _, result, path = planned
-    config, cluster = load("llama-7b"), Cluster.parse("1x8", "a100-80g")
+    config, cluster = load("qwen2.5-0.5b"), Cluster.parse("1x2", "a100-80g")
     program = load_strategy(str(path)).compile(make_workload(config), cluster, {})
     found = forecast(program, load_calibration("a100-80g"))
     assert found.makespan_s == pytest.approx(result["forecast_s"])

@@ -20,8 +20,8 @@ LAST = (1, 2, 3)  # reference, reward and critic infer
 
 @pytest.fixture(scope="module")
 def space() -> Space:
-    workload = config.make_workload(presets.load("llama-33b"))
-    return Space.of(CallModel(Cost(load_calibration("a100-80g"), workload, Cluster.parse("4x8", "a100-80g"))))
+    workload = config.make_workload(presets.load("llama-13b"))
+    return Space.of(CallModel(Cost(load_calibration("a100-80g"), workload, Cluster.parse("1x8", "a100-80g"))))
 
 
 def beginning(space: Space, draw: random.Random) -> list:

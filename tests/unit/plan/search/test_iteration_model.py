@@ -38,8 +38,9 @@ def test_every_candidate_compiles_beside_any_other(layout):
 @pytest.mark.parametrize(
     "preset, layout, overrides",
     [
-        ("llama-13b", "2x8", ["ppo.old_logprobs=recompute"]),
-        ("llama-70b", "4x8", []),
+        ("llama-13b", "1x8", ["ppo.old_logprobs=recompute"]),
+        ("llama-70b", "2x8", []),
+        pytest.param("llama-70b", "4x8", [], marks=pytest.mark.slow),
         ("llama-7b", "1x8", ["lora.rank=16"]),
         ("llama-7b", "1x8", ["lora.rank=16", "one base"]),
     ],
@@ -93,7 +94,10 @@ def test_one_iteration_ahead_agrees_with_programs(epochs, train_first):
     assert model.phases == [[0], [1, 2, 3], [4, 5]] and model.lines == [[0, 1], [2]]
 
 
-@pytest.mark.parametrize(("preset", "layout", "epochs"), [("llama-7b", "2x8", 2), ("llama-13b", "2x8", 1)])
+@pytest.mark.parametrize(
+    ("preset", "layout", "epochs"),
+    [("llama-7b", "1x8", 2), pytest.param("llama-13b", "2x8", 1, marks=pytest.mark.slow)],
+)
 def test_iterations_in_a_chain_agree_with_programs(preset, layout, epochs):
     """On meshes on which they overlap: within 3%, and with streaming, where training is apart, within a fifth. A lower
     bound is one."""

@@ -51,7 +51,7 @@ def test_what_was_proved_is_said():
 
 
 def test_the_least_memory_is_that_of_its_program():
-    workload, cluster = make_workload(load("llama-33b")), Cluster.parse("2x8", "a100-80g")
+    workload, cluster = make_workload(load("llama-33b")), Cluster.parse("1x8", "a100-80g")
     space = Space.of(CallModel(Cost(A100, workload, cluster)))
     chosen = roomiest(space, Budget())
     program = compile_program(workload, space.model.placement(chosen), cluster)

@@ -119,24 +119,27 @@ def test_a_base_that_models_have_in_common_fits_where_four_do_not():
 def test_plans_one_iteration_ahead(method, options):
     """They compile and fit, and take about as long as the model of the search says; also where an inference belongs to
     training."""
-    workload, cluster = llama("llama-7b", "1x8", "ppo.epochs=2", *options)
-    found = search(workload, cluster, A100, method=method, keep=2, ahead=1, budget=40_000)
+    workload, cluster = llama("llama-7b", "1x4", "ppo.epochs=2", *options)
+    found = search(workload, cluster, A100, method=method, keep=2, ahead=1, budget=10_000)
     for plan in found.plans:
         assert plan.name == searches.SEPARATION_AHEAD and plan.placement.ahead == 1
         assert not [finding for finding in check(plan.program) if finding.severity == "error"]
         assert plan.forecast.makespan_s == pytest.approx(plan.call_level_s, rel=0.1)
 
 
-def test_no_plan_gets_slower_because_iterations_may_be_a_chain():
-    """The plans are those of runs that drain every iteration, and those whose iterations overlap, which here are
+@pytest.mark.parametrize("layout", ["1x4", pytest.param("4x8", marks=pytest.mark.slow)])
+def test_no_plan_gets_slower_because_iterations_may_be_a_chain(layout):
+    """The plans are those of runs that drain every iteration, and those whose iterations overlap, which on 4x8 are
     faster, also than separation with the best of its options, 13.9 s. Nothing is proved of the latter, so the gap is as
     before."""
-    workload, cluster = llama("llama-7b", "4x8")
+    workload, cluster = llama("llama-7b", layout)
     drained = search(replace(workload, may_chain=False), cluster, A100, keep=4)
     found = search(workload, cluster, A100, keep=4)
     assert {plan.placement.chain for plan in drained.plans} == {False} and found.gap == drained.gap == 0.0
     best, others = found.plans[0], [plan for plan in found.plans if not plan.placement.chain]
-    assert best.program.chains and best.forecast.makespan_s < min(13.9, 0.9 * drained.plans[0].forecast.makespan_s)
+    assert len(others) < len(found.plans) and best.forecast.makespan_s <= drained.plans[0].forecast.makespan_s
+    if layout == "4x8":
+        assert best.program.chains and best.forecast.makespan_s < min(13.9, 0.9 * drained.plans[0].forecast.makespan_s)
     assert others[0].placement == drained.plans[0].placement
     for plan in found.plans:
         assert not [finding for finding in check(plan.program) if finding.severity == "error"]
@@ -154,7 +157,7 @@ def test_what_cannot_be_drawn_ahead_is_said_before_any_search():
 
 def test_no_clock_decides(monkeypatch):
     """Where hours pass between two looks at the clock, the search is as complete and its plans are the same."""
-    workload, cluster = llama("llama-7b", "1x8")
+    workload, cluster = llama("llama-7b", "1x4")
     before = search(workload, cluster, A100, keep=1)
     hours = count(step=3600.0)
     for name in ("perf_counter", "monotonic", "time", "process_time"):
