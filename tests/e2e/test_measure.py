@@ -42,11 +42,3 @@ def test_a_row_a_cell(tmp_path, capsys):
     assert measured(out, "flattening", "heterogeneous") == rows  # nothing is measured twice
     said = capsys.readouterr().out
     assert json.loads(said.splitlines()[-1])["ok"] and "heterogeneous: " in said
-
-
-@pytest.mark.slow
-def test_the_same_model_under_each_strategy(tmp_path):
-    out = tmp_path / "rows.jsonl"
-    assert all(not row["why_not"] for row in measured(out, "flattening", "separation", "reallocation"))
-    runs = [read_rows(path) for path in (tmp_path / "rows").glob("*/metrics.jsonl")]
-    assert len(runs) == 3 and len({tuple(row["tokens_sha256"] for row in run) for run in runs}) == 1

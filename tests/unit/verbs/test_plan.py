@@ -200,9 +200,6 @@ def test_a_launcher_is_refused(capsys, monkeypatch):
     assert "plan runs in one process, but 2 were started (PMI_SIZE)" in refusal(capsys)
 
 
-# ---- train --strategy auto -------------------------------------------------------------------------------------------
-
-
 # ---- a forecast as records, and a run against its forecast -----------------------------------------------------------
 
 

@@ -95,15 +95,6 @@ def test_exact_is_brute_force_on_a_base_that_models_have_in_common():
     assert len(found) > 4
 
 
-def test_memory_limits_of_the_brute_force_test_bite():
-    """Between the limits the best time changes, and below the least nothing fits: the test above means something."""
-    found = []
-    for num_bytes in (None, 2_500_000, 1_500_000, 900_000):
-        space = small_space(model_of("2x4", num_bytes), random.Random(0), 4)
-        found.append(brute_force_s(space))
-    assert found == sorted(found) and len(set(found)) > 1
-
-
 @pytest.mark.parametrize("gib", [80, 96])
 def test_caches_that_are_alive_at_the_same_time_count_while_streaming(gib):
     """ReMax generates twice. Plans that streamed needed more than a device has, because the larger cache counted."""
