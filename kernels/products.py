@@ -205,11 +205,16 @@ def packed(weight_OI: Tensor, num_rows: int) -> Packed:
 # ---- the product -----------------------------------------------------------------------------------------------------
 
 
-def product(x: Tensor, weight_OI: Tensor | Packed, bias_O: Tensor | None = None) -> Tensor:
-    """Multiplies x [..., I] -> [..., O], differentiable once if the weight is not packed."""
+def product(
+    x: Tensor, weight_OI: Tensor | Packed, bias_O: Tensor | None = None, *, library: Library | None = None
+) -> Tensor:
+    """Multiplies x [..., I] -> [..., O], differentiable once if the weight is not packed.
+
+    library: of float32; None: the one in use.
+    """
     if isinstance(weight_OI, Packed):
         return _multiply(weight_OI.library, x, weight_OI.weight, bias_O, weight_OI.num_out)
-    library = _library(x, weight_OI)
+    library = library or _library(x, weight_OI)
     if library is LINEAR:
         return F.linear(x, weight_OI, bias_O)
     if torch.is_grad_enabled() and (x.requires_grad or weight_OI.requires_grad or _learns(bias_O)):
@@ -245,7 +250,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_OI, bias_O, library):
         ctx.save_for_backward(x if weight_OI.requires_grad else None, weight_OI)
-        ctx.mm = BACKWARD[_chosen[x.dtype][1].backward]
+        ctx.mm = BACKWARD[_chosen[x.dtype][1].backward] if x.dtype in _chosen else torch.mm
         return _multiply(library, x, weight_OI, bias_O, len(weight_OI))
 
     @staticmethod

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.dropout import Dropout
 from rlhf_spmd.model.linear import Joined
+from rlhf_spmd.model.routes import Routes
 
 
 class AttentionContext(Protocol):
@@ -34,6 +35,10 @@ class AttentionContext(Protocol):
     @property
     def dropout(self) -> Dropout | None:
         """Dropout of what adapters read, if any."""
+
+    @property
+    def routes(self) -> Routes | None:
+        """Where the layers of a mixture record, or are given, the experts of each token, if anywhere."""
 
     @property
     def positions(self) -> Tensor:
@@ -53,6 +58,7 @@ class Padded:
 
     def __init__(self, num_tokens: int, device: torch.device):
         """num_tokens: of each row, including padding."""
+        self.routes: Routes | None = None
         self.positions = torch.arange(num_tokens, device=device)[None]  # [1, T]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -76,6 +82,7 @@ class Packed:
         starts_N = (ends_B - lengths_B).repeat_interleave(lengths_B, output_size=self.num_tokens)
         self.positions = (torch.arange(self.num_tokens) - starts_N).to(device)
         self.dropout: Dropout | None = None
+        self.routes: Routes | None = None
         self._cuts_B1 = torch.cat((ends_B.new_zeros(1), ends_B)).int().to(device)
         # adjacent sequences of equal length share a call: (rows, length of each)
         self._runs = [(len(list(run)), length) for length, run in itertools.groupby(self.lengths)]

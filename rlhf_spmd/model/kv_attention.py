@@ -14,6 +14,7 @@ from rlhf_spmd.kernels.decode_attention import Decode, decode_attention
 from rlhf_spmd.kernels.kv_write import heads_of, kv_write
 from rlhf_spmd.model.attention import Packed, reads_groups
 from rlhf_spmd.model.linear import Joined
+from rlhf_spmd.model.routes import Routes
 
 
 class Cache(Protocol):
@@ -120,6 +121,7 @@ class Round:
         continued: Continued | None = None,
     ):
         self.joined = joined
+        self.routes: Routes | None = None
         self._parts = [part for part in (step, continued, prefill) if part is not None]
         self._sizes = [len(part.positions) for part in self._parts]
         self.positions = torch.cat([part.positions for part in self._parts])

@@ -32,6 +32,18 @@ class Linear(nn.Linear):
         return product(x, self.weight if weight is None else weight, self.bias)
 
 
+class Stacked(nn.Linear):
+    """The matrices of a mixture's experts, one below the other."""
+
+    def __init__(self, num: int, num_in: int, num_out: int):
+        super().__init__(num_in, num * num_out, bias=False)
+        self.num = num
+
+    def forward(self, *, weight: Sequence[Weight] | None = None) -> Sequence[Weight]:
+        """Returns the matrices. weight: copies to use in their place."""
+        return self.weight.chunk(self.num) if weight is None else weight
+
+
 class Adapted(nn.Module):
     """A linear layer with an adapter (plan/adapters.py), whose factors are never merged into the weight."""
 
@@ -243,17 +255,13 @@ def _beside(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-class Joined:
-    """Each layer's matrices that read the same input as one: (weight_OI, bias_O) of q, k and v, and of gate and up."""
+Joined: TypeAlias = dict[nn.Module, tuple[Weight, Tensor | None]]  # block -> its `together` as one: weight_OI, bias_O
 
-    def __init__(self, layers: Iterable[nn.Module], copy: Copy | None = None, read: Read | None = None):
-        self.qkv: dict[int, tuple[Weight, Tensor | None]] = {}
-        self.gate_up: dict[int, tuple[Weight, Tensor | None]] = {}
-        copy, read = copy or _itself, read or _own_weight
-        for layer in layers:
-            qkv, gate_up = _siblings(layer)
-            self.qkv[layer.self_attn.layer] = _joined(copy, qkv, read)
-            self.gate_up[layer.mlp.layer] = _joined(copy, gate_up, read)
+
+def join(layers: Iterable[nn.Module], copy: Copy | None = None, read: Read | None = None) -> Joined:
+    """Joins the matrices of each block that read the same input."""
+    copy, read = copy or _itself, read or _own_weight
+    return {block: _joined(copy, parts, read) for layer in layers for block, parts in _siblings(layer)}
 
 
 class Copies:
@@ -302,9 +310,9 @@ class Copies:
             base = _Weights(model, _itself, _sum)
         elif like.is_cpu and like.dtype.itemsize == 2:
             are_adjacent = all(
-                _is_adjacent([part.weight for part in parts]) for layer in layers for parts in _siblings(layer)
+                _is_adjacent([part.weight for part in parts]) for layer in layers for _, parts in _siblings(layer)
             )
-            self.joined = Joined(layers) if are_adjacent else None
+            self.joined = join(layers) if are_adjacent else None
         if base is not None:
             self.joined = base.joined
             self.forwards = {module: partial(module.forward, weight=weight) for module, weight in base.rest.items()}
@@ -318,14 +326,16 @@ class _Weights:
     def __init__(self, model: nn.Module, copy: Copy, read: Read, *, key: Hashable = None):
         """key: what they are made of."""
         self.key, layers = key, model.layers.values()
-        self.joined, self.head_VD = Joined(layers, copy, read), None
-        self.rest = {module: copy(read(module)) for layer in layers for module in _rest(layer)}
+        self.joined, self.head_VD = join(layers, copy, read), None
+        self.rest = {module: _copied(module, copy, read) for layer in layers for module in _rest(layer)}
 
 
 def sum_bytes(model: nn.Module) -> int:
     """Returns the bytes of the copies of a model's weights with adapters in them, and of those that are joined with
     these."""
-    sets = [parts for layer in model.layers.values() for parts in (*_siblings(layer), *([one] for one in _rest(layer)))]
+    layers = model.layers.values()
+    sets = [parts for layer in layers for _, parts in _siblings(layer)]
+    sets += [[one] for layer in layers for one in _rest(layer)]
     adapted = [parts for parts in sets if any(isinstance(part, Adapted) for part in parts)]
     return sum(part.weight.nbytes for parts in adapted for part in parts)
 
@@ -346,16 +356,17 @@ def _itself(weight_OI: Tensor) -> Tensor:
 def lay_adjacent(layers: Iterable[nn.Module]) -> None:
     """Moves the weights, and the biases, of each layer's matrices that read the same input to adjacent memory."""
     for layer in layers:
-        for parts in _siblings(layer):
+        for _, parts in _siblings(layer):
             for moved in filter(None, _parameters(parts)):
                 for parameter, place in zip(moved, torch.cat(moved).split([*map(len, moved)]), strict=True):
                     parameter.data = place
 
 
-def _siblings(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
-    """Returns the matrices of a layer that read the same input: q, k and v, and gate and up."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+def _siblings(layer: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Linear]]]:
+    """Yields the blocks of a layer with matrices that read the same input (`together`), and these."""
+    for block in (layer.self_attn, layer.mlp):
+        if block.together:
+            yield block, [getattr(block, name) for name in block.together]
 
 
 def _parameters(parts: Sequence[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]:
@@ -363,9 +374,14 @@ def _parameters(parts: Sequence[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]
     return [part.weight for part in parts], [part.bias for part in parts if part.bias is not None]
 
 
-def _rest(layer: nn.Module) -> tuple[nn.Linear, nn.Linear]:
-    """Returns the matrices of a layer that share their input with no other."""
-    return layer.self_attn.o_proj, layer.mlp.down_proj
+def _rest(layer: nn.Module) -> list[nn.Linear]:
+    """Returns the matrices of a layer that share their input with no other (`alone`)."""
+    return [block.get_submodule(name) for block in (layer.self_attn, layer.mlp) for name in block.alone]
+
+
+@torch.no_grad()
+def _copied(module: nn.Linear, copy: Copy, read: Read) -> Weight | list[Weight]:
+    return [*map(copy, module())] if isinstance(module, Stacked) else copy(read(module))
 
 
 @torch.no_grad()

@@ -61,6 +61,7 @@ WHOLE = Parallel()
 # ---- the slices of a shard ------------------------------------------------------------------------------------------
 
 _QUERIES, _KEYS, _INNER, _VOCABULARY = "queries", "keys", "intermediate", "vocabulary"
+_GATE_UP, _DOWN = "experts.gate_up_proj", "experts.down_proj"
 _SPLIT = {  # module -> the dim of its weight that tp splits, and its meaning; dim 0 is also that of the bias
     "q_proj": (0, _QUERIES),
     "k_proj": (0, _KEYS),
@@ -69,6 +70,8 @@ _SPLIT = {  # module -> the dim of its weight that tp splits, and its meaning; d
     "gate_proj": (0, _INNER),
     "up_proj": (0, _INNER),
     "down_proj": (1, _INNER),
+    _GATE_UP: (0, _GATE_UP),
+    _DOWN: (0, _DOWN),
     "embed_tokens": (0, _VOCABULARY),
     "lm_head": (0, _VOCABULARY),
 }
@@ -77,7 +80,8 @@ _WHOLE = {"bias": 1, A: 0, B: 1}  # what else a module has -> if its weight is s
 
 def _split_of(name: str) -> tuple[int, str] | None:
     module, _, kind = name.rpartition(".")
-    split_dim = _SPLIT.get(module.rpartition(".")[2])
+    *_, block, last = "", *module.split(".")
+    split_dim = _SPLIT.get(f"{block}.{last}") or _SPLIT.get(last)
     return None if split_dim is None or _WHOLE.get(kind) == split_dim[0] else split_dim
 
 
@@ -92,6 +96,9 @@ def extent(config: ModelConfig, what: str, shard: Shard) -> range:
         return split(config.vocab_size, shard.tp, shard.tp_index)
     if what == _INNER:
         return split(config.intermediate_size, shard.tp, shard.tp_index)
+    if what in (_GATE_UP, _DOWN):
+        experts, rows = experts_of(config, shard), 2 * config.expert_size if what == _GATE_UP else config.hidden_size
+        return range(experts.start * rows, experts.stop * rows)
     heads = split(config.num_kv_heads, shard.tp, shard.tp_index)
     width = config.head_dim * (config.num_heads // config.num_kv_heads if what == _QUERIES else 1)
     return range(heads.start * width, heads.stop * width)
@@ -105,6 +112,11 @@ def slice_of(name: str, config: ModelConfig, shard: Shard) -> tuple[slice, ...]:
     dim, what = kind
     part = extent(config, what, shard)
     return (slice(None),) * dim + (slice(part.start, part.stop),)
+
+
+def experts_of(config: ModelConfig, shard: Shard) -> range:
+    """Returns the experts of a mixture that a tp slice holds."""
+    return split(config.num_experts, shard.tp, shard.tp_index)
 
 
 def layers_of(config: ModelConfig, shard: Shard) -> range:

@@ -30,6 +30,7 @@ from rlhf_spmd.kernels.triton_import import fused
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.experts import SparseMLP
 from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Again, Linear, LowRank, Weight, lay_adjacent, together
 from rlhf_spmd.model.norm import RMSNorm, normed_sum, sum_of
 from rlhf_spmd.model.parallel import (
@@ -44,6 +45,7 @@ from rlhf_spmd.model.parallel import (
     sum_over,
     vocabulary_of,
 )
+from rlhf_spmd.model.routes import MOST_EXPERTS
 from rlhf_spmd.plan.adapters import A, Adapters, is_factor, site
 from rlhf_spmd.plan.shard import Shard
 
@@ -132,6 +134,8 @@ class AdaptedRowLinear(RowLinear, Adapted):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions, over this rank's heads."""
 
+    together, alone = ("q_proj", "k_proj", "v_proj"), ("o_proj",)  # matrices that read the same input, and others
+
     def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
         self.layer, self.head_dim, self.window = layer, config.head_dim, config.window(layer)
@@ -142,10 +146,10 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.v_proj = Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.o_proj = RowLinear(queries, config.hidden_size, bias=config.attention_output_bias, group=self.group)
-        self.qk_norm = config.qk_norm
+        self.qk_norm, self.qk_norm_of_all = config.qk_norm, config.qk_norm_of_all
         if self.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            sizes = (queries, keys) if self.qk_norm_of_all else (config.head_dim, config.head_dim)
+            self.q_norm, self.k_norm = (RMSNorm(size, config.rms_norm_eps) for size in sizes)
         self.low_rank: LowRank | None = None  # of q, k and v
 
     def forward(
@@ -159,17 +163,18 @@ class Attention(nn.Module):
         fast = context.cached
         if context.packed:
             x = gather_tokens(x, group=self.group)
-        if context.joined is None:
-            parts = together(x, self, ("q_proj", "k_proj", "v_proj"))
-        else:
-            parts = (product(x, *context.joined.qkv[self.layer]),)
+        joined = context.joined
+        parts = together(x, self, self.together) if joined is None else (product(x, *joined[self]),)
         if self.low_rank is not None:
             again = again if self.group is None else None
             parts = self.low_rank(x, *parts, again=again, dropout=context.dropout)
         if len(parts) == 1:
             parts = parts[0].split(self.sizes, dim=-1)
+        if self.qk_norm_of_all:
+            q, k, v = parts
+            parts = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast), v
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        if self.qk_norm:
+        if self.qk_norm and not self.qk_norm_of_all:
             q, k = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast)
         if fused(q) and context.packed:
             q, k, v = rope_in_place(q, k, v, cos, sin)
@@ -181,6 +186,8 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """SwiGLU (arXiv:2002.05202)."""
+
+    together, alone = ("gate_proj", "up_proj"), ("down_proj",)
 
     def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
@@ -198,10 +205,8 @@ class MLP(nn.Module):
         """
         if context.packed:
             x = gather_tokens(x, group=self.group)
-        if context.joined is None:
-            parts = together(x, self, ("gate_proj", "up_proj"))
-        else:
-            parts = (product(x, *context.joined.gate_up[self.layer]),)
+        joined = context.joined
+        parts = together(x, self, self.together) if joined is None else (product(x, *joined[self]),)
         if self.low_rank is not None:
             again = again if self.group is None else None
             parts = self.low_rank(x, *parts, again=again, dropout=context.dropout)
@@ -219,7 +224,8 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer, parallel)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, layer, parallel)
+        is_sparse = config.num_experts and layer >= config.num_dense_layers
+        self.mlp = (SparseMLP if is_sparse else MLP)(config, layer, parallel)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, residual: Tensor | None = None
@@ -265,6 +271,9 @@ class Transformer(nn.Module):
         super().__init__()
         shard = parallel.shard
         assert shard.tp <= min(config.num_kv_heads, config.intermediate_size, config.vocab_size), shard
+        assert config.num_experts % shard.tp == 0 and config.num_experts <= MOST_EXPERTS, (config.num_experts, shard)
+        assert shard.tp == 1 or not config.qk_norm_of_all, "a norm over heads of all slices takes a sum"
+        assert adapters is None or not config.num_experts, "mixtures have no adapters"
         assert shard.pp <= config.num_layers, shard
         self.config, self.head, self.parallel, self.recompute = config, head, parallel, recompute
         self.adapters = adapters
@@ -303,7 +312,6 @@ class Transformer(nn.Module):
 
     def _adapt(self, adapters: Adapters, dtype: torch.dtype) -> None:
         """Gives linear layers adapters, without memory."""
-        together = {Attention: ("q_proj", "k_proj", "v_proj"), MLP: ("gate_proj", "up_proj")}
         for block in (block for layer in self.layers.values() for block in (layer.self_attn, layer.mlp)):
             for name, module in [*block.named_children()]:
                 if isinstance(module, nn.Linear) and adapters.has(name):
@@ -317,8 +325,8 @@ class Transformer(nn.Module):
                             made.low_rank = LowRank([made], [site(block.layer, name)], features)
                         made.to(self.dtype).adapt(adapters, dtype)
                     setattr(block, name, made)
-            layers = [getattr(block, name) for name in together[type(block)]]
-            sites = [site(block.layer, name) for name in together[type(block)] if adapters.has(name)]
+            layers = [getattr(block, name) for name in block.together]
+            sites = [site(block.layer, name) for name in block.together if adapters.has(name)]
             if sites:
                 block.low_rank = LowRank(layers, sites, range(self.config.hidden_size))
         if self.parallel.is_last and self.head == "scalar":

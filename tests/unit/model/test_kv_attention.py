@@ -6,7 +6,7 @@ import torch
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.decode_attention import Decode
 from rlhf_spmd.model.kv_attention import DecodeStep, Prefill, Round
-from rlhf_spmd.model.linear import Copies, Joined
+from rlhf_spmd.model.linear import Copies, join
 from rlhf_spmd.runtime.generation.kv_cache import KVCache, slots_of
 from tests.unit.model.test_transformer import ours, some_tokens, theirs
 
@@ -26,7 +26,7 @@ TABLES = {
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_full_forward(case, block_size, joins):
     model = ours(theirs(case), dtype=torch.float64)
-    joined = Joined(model.layers.values()) if joins else None
+    joined = join(model.layers.values()) if joins else None
     tables = TABLES[block_size]
     cache = KVCache(model, 1 + max(map(max, tables)), block_size)
     tokens_BT = some_tokens(len(LENGTHS), max(LENGTHS) + NUM_NEW, model.config.vocab_size)

@@ -40,10 +40,10 @@ def test_half_precision_joins_where_weights_lie(tmp_path):
     for model in (made, loaded):
         joined = Copies(model).joined
         for layer in model.layers.values():
-            qkv, attention = joined.qkv[layer.self_attn.layer][0], layer.self_attn
+            qkv, attention = joined[layer.self_attn][0], layer.self_attn
             parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
             assert torch.equal(qkv, torch.cat(parts)) and qkv.data_ptr() == parts[0].data_ptr()
-            gate_up, parts = joined.gate_up[layer.mlp.layer][0], [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]
+            gate_up, parts = joined[layer.mlp][0], [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]
             assert torch.equal(gate_up, torch.cat(parts)) and gate_up.data_ptr() == parts[0].data_ptr()
     assert Copies(small(torch.float32)).joined is None
     loaded.layers["1"].mlp.up_proj.weight.data = parts[1].clone()
@@ -240,7 +240,7 @@ def test_joined_copies_are_counted(targets):
     lay_adjacent(model.layers.values())
     mine = {one.untyped_storage().data_ptr() for one in model.parameters()}
     copies = Copies(model, adds_adapters=True)
-    made = [one for of in (copies.joined.qkv, copies.joined.gate_up) for one, _ in of.values()]
+    made = [one for one, _ in copies.joined.values()]
     made += [one.keywords["weight"] for one in copies.forwards.values() if one is not None]
     held = sum(one.nbytes for one in made if one.untyped_storage().data_ptr() not in mine)
     program = program_of(model.adapters, adds_adapters=True)

@@ -1,0 +1,56 @@
+"""The experts of a mixture (arXiv 1701.06538), each a SwiGLU: a token's k results, weighted and summed.
+
+    y_n = sum_j w_nj down_e(silu(gate_e(x_n)) * up_e(x_n)),  e = ids_nj, in the order of the ids
+
+The rows are sorted by expert once. An expert that is hit multiplies its rows by one product of the library in use
+(products.py), so a row has the bits beside others that the library gives it. Experts are taken in ascending order and
+each adds to a token once, so sums have one order, whatever the batch. Bound by reading the experts that are hit, in a
+decode step.
+
+Legend: N rows, k experts of a row, A = N k assignments, n those of an expert, E experts, D hidden, I inner size.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.kernels.products import Packed, in_use, product
+
+
+def choose(x_ND: Tensor, router_ED: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Returns the probabilities p_NE of a router and the k most probable experts ids_Nk, in ascending order; of equal
+    ones the first. In float32 or wider, by the library of the dtype of x."""
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
+    logits_NE = product(x_ND.to(wide), router_ED.to(wide), library=in_use(x_ND.dtype))
+    p_NE = logits_NE.softmax(dim=-1)
+    best_NE = p_NE.detach().sort(dim=-1, descending=True, stable=True).indices  # topk promises no order
+    return p_NE, best_NE[:, :k].sort(dim=-1).values
+
+
+def mixture(
+    x_ND: Tensor,
+    ids_Nk: Tensor,
+    weights_Nk: Tensor,
+    gate_ups: Sequence[Tensor | Packed],
+    downs: Sequence[Tensor | Packed],
+    *,
+    first: int = 0,
+    gated: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Returns y_ND, differentiable once in x, weights and matrices; the gradient of an expert without rows is zero.
+
+    gate_ups, downs: matrices [2 I, D], gate first, and [D, I] of experts `first` and following; others add nothing.
+    gated: silu(gate) * up.
+    """
+    num, ids_A = len(gate_ups), ids_Nk.flatten() - first
+    order_A = ids_A.argsort(stable=True)
+    counts = torch.bincount(ids_A.clamp(-1, num) + 1, minlength=num + 2).tolist()
+    mine_A = order_A[counts[0] : len(ids_A) - counts[-1]]
+    rows_A, weights_A1 = mine_A // ids_Nk.shape[1], weights_Nk.reshape(-1, 1).index_select(0, mine_A)
+    y_ND, parts = torch.zeros_like(x_ND), (x_ND.index_select(0, rows_A), rows_A, weights_A1)
+    for e, (x_nD, rows_n, weights_n1) in enumerate(zip(*(one.split(counts[1:-1]) for one in parts), strict=True)):
+        if len(rows_n) or e == 0:  # one takes part in any case, so that all have gradients
+            inner_nI = gated(*product(x_nD, gate_ups[e]).chunk(2, dim=-1))
+            y_ND.index_add_(0, rows_n, product(inner_nI, downs[e]) * weights_n1)
+    return y_ND
