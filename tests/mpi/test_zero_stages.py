@@ -126,7 +126,9 @@ def folder(world, shared_folder):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(
+    "grid", [pytest.param(grid, marks=[pytest.mark.slow] * (grid == "dp2 tp2 recompute")) for grid in GRIDS]
+)
 def test_stages_of_whole_runs(grid, world, folder, make_group, monkeypatch):
     """Slices and stages that share weights, with several optimizer steps of several micro-batches."""
     monkeypatch.setattr(flat_layout, "BUCKET_NUMEL", 2000)
