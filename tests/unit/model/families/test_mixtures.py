@@ -33,7 +33,6 @@ def theirs(case):
     """Returns a random model of transformers."""
     import transformers
 
-    pytest.importorskip("rlhf_spmd.model.experts")
     family, experts, each, more = CASES[case]
     sizes = {"num_experts": experts, "num_experts_per_tok": each, "intermediate_size": 28, "pad_token_id": 0}
     more = more | ({"moe_intermediate_size": 20} if family == "qwen3_moe" else {})
@@ -110,7 +109,6 @@ def test_experts_that_are_there_twice_are_refused(tmp_path):
 
 
 def test_a_mixture_of_random_weights(tmp_path, monkeypatch):
-    pytest.importorskip("rlhf_spmd.model.experts")
     shape = ModelShape(2, 24, 40, 2, 2, 12, 1100, num_experts=4, experts_per_token=2, expert_size=8)
     monkeypatch.setitem(SHAPES, "small", shape)
     write_random_model(tmp_path / "model", "small", "float32")
