@@ -42,14 +42,14 @@ class SparseMLP(nn.Module):
             x = gather_tokens(x, group=self.group)
         x_ND = x.flatten(0, -2)
         ids_Nk, weights_Nk = self.route(x_ND, context.routes)
-        gated, experts = silu_mul if context.cached else swiglu, self.experts
+        gated, experts = silu_mul if context.cached else swiglu, self._modules["experts"]  # not `fast_attributes`
         matrices = experts.gate_up_proj(), experts.down_proj()
         part = mixture(x_ND, ids_Nk, weights_Nk, *matrices, first=experts.first, gated=gated).view(x.shape)
         return scatter_tokens(part, group=self.group) if context.packed else sum_over(part, group=self.group)
 
     def route(self, x_ND: Tensor, routes: Routes | None) -> tuple[Tensor, Tensor]:
         """Returns the experts of each token, in ascending order, and their weights [N, k]."""
-        p_NE, ids_Nk = choose(x_ND, self.gate.weight, self.k)
+        p_NE, ids_Nk = choose(x_ND, self._modules["gate"].weight, self.k)
         ids_Nk = ids_Nk if routes is None else routes.at(self.layer, ids_Nk)
         weights_Nk = p_NE.gather(1, ids_Nk)
         if self.norm_topk:

@@ -22,6 +22,13 @@ SHAPES = {
     "llama": {},
     "mha tied": {"num_kv_heads": 4, "tie_embeddings": True},
     "qwen3": {"model_type": "qwen3", "qk_norm": True, "head_dim": 12},
+    "mixture": {
+        "model_type": "mixtral",
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "expert_size": 20,
+        "norm_topk": True,
+    },
     "window": {"model_type": "mistral", "sliding_window": 5, "sliding_layers": (0, 1)},
 }
 # Nats per token, with about ten times the largest difference found here: 3.1e-6 in float32, 0.045 in bfloat16 and, as
