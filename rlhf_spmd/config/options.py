@@ -138,6 +138,14 @@ class Optimizer:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Mixtures of experts."""
+
+    # train a mixture with the experts that its tokens took in generation; false: with those that its router chooses
+    replay: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpointing:
     """A checkpoint is also written at the end of the run and on SIGUSR1 and SIGTERM."""
 
@@ -250,6 +258,7 @@ class Config(OptionTree):
     generation: Generation = Generation()
     episode: Episode = Episode()
     optimizer: Optimizer = Optimizer()
+    experts: Experts = Experts()
     lora: Lora = Lora()
     checkpoint: Checkpointing = Checkpointing()
     eval: Evaluation = Evaluation()
@@ -418,15 +427,7 @@ def leaves(config: Config) -> dict[str, str]:
 
 def make_workload(config: Config) -> Workload:
     """Returns the workload that strategies and the compiler see."""
-    roles = config.algorithm.roles
-    how = {"replay": config.generation.top_k > 0, "episodes": bool(config.environment)}
-    workflow = config.algorithm.workflow(config.options, **how)
-    if config.data.precompute or config.data.precomputed_logprobs:
-        if not workflow.repeated_calls:
-            raise UserError(f"data.precompute: {NOTHING_REPEATED}; drop the option")
-        if config.data.precompute and config.data.precomputed_logprobs:
-            raise UserError("data.precompute computes what data.precomputed_logprobs reads; drop one of them")
-        workflow = workflow.without(workflow.repeated_calls)
+    roles, workflow = config.algorithm.roles, _workflow(config)
     shapes: dict[str, ModelShape | None] = {}
     known = shapes_by_role(config.shape, roles)
     for role in (name for name in roles if name in workflow.models):
@@ -441,6 +442,11 @@ def make_workload(config: Config) -> Workload:
         if (adapters := config.adapters(role)) and (workflow.train_call(role) or config.files(role).adapter):
             shape = adapted(role, shape, adapters)
         shapes[role] = shape
+    mixtures = {call.model for call in workflow.generate_calls if (found := shapes[call.model]) and found.num_experts}
+    if mixtures and config.experts.replay:
+        workflow = _workflow(config, frozenset(mixtures))
+    elif not mixtures and not config.experts.replay:
+        raise UserError("experts.replay=false: no mixture of experts generates responses; drop the option")
     adds_adapters = config.lora.generate == "joined"
     generating = [shapes[call.model] for call in workflow.generate_calls]
     if adds_adapters and not any(shape and shape.adapters for shape in generating):
@@ -469,6 +475,19 @@ def make_workload(config: Config) -> Workload:
         sums_each_pass=config.optimizer.sum_each_pass,
         state_sums=config.algorithm.state_sums,
     )
+
+
+def _workflow(config: Config, routes: frozenset[str] = frozenset()) -> Workflow:
+    """Returns the workflow without calls whose results are precomputed. routes: see Recorder."""
+    how = {"replay": config.generation.top_k > 0, "episodes": bool(config.environment)}
+    workflow = config.algorithm.workflow(config.options, **how, routes=routes)
+    if not config.data.precompute and not config.data.precomputed_logprobs:
+        return workflow
+    if not workflow.repeated_calls:
+        raise UserError(f"data.precompute: {NOTHING_REPEATED}; drop the option")
+    if config.data.precompute and config.data.precomputed_logprobs:
+        raise UserError("data.precompute computes what data.precomputed_logprobs reads; drop one of them")
+    return workflow.without(workflow.repeated_calls)
 
 
 def why_all_meet(config: Config) -> str:

@@ -26,6 +26,7 @@ from rlhf_spmd.kernels.token_logprobs import token_logprobs
 from rlhf_spmd.model.attention import Packed
 from rlhf_spmd.model.norm import sum_of
 from rlhf_spmd.model.parallel import collect_tokens, gather_tokens, vocabulary_of
+from rlhf_spmd.model.routes import Routes
 from rlhf_spmd.model.transformer import Transformer
 
 Gathered = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]  # modules -> inside, they have their weights
@@ -47,6 +48,7 @@ class Sequences:
     before_R: Tensor  # index into N of the token before each response token, rows one after the other
     slots_R: Tensor  # index of each response token in responses_BG.flatten()
     dropout: tuple[int, float, Tensor] | None = None  # of adapters: seed, rate and the number of each row
+    routes: Routes | None = None  # of a mixture of experts, if they are given
 
     @classmethod
     def join(cls, prompts_BP: Tensor, responses_BG: Tensor) -> "Sequences":
@@ -75,6 +77,7 @@ class Sequences:
     def context(self, model: Transformer) -> Packed:
         """Makes the attention context of these sequences, padded as the model wants it."""
         context = Packed(self.lengths, device=self.tokens_N.device, num_tokens=model.padded(len(self.tokens_N)))
+        context.routes = self.routes
         if self.dropout is not None:
             seed, rate, row_B = self.dropout
             lengths_B = torch.tensor(self.lengths, device=row_B.device)

@@ -93,9 +93,20 @@ class Algorithm:
     def has_state(self) -> bool:
         return hasattr(self.module, "State")
 
-    def workflow(self, options: page.Options, *, replay: bool = False, episodes: bool = False) -> Workflow:
-        """Returns the graph of one iteration; replay: sampling is restricted (top-k, ...); episodes: responses have
-        several turns. Raises UserError."""
+    def workflow(
+        self,
+        options: page.Options,
+        *,
+        replay: bool = False,
+        episodes: bool = False,
+        routes: frozenset[str] = frozenset(),
+    ) -> Workflow:
+        """Returns the graph of one iteration. Raises UserError.
+
+        replay: sampling is restricted (top-k, ...).
+        episodes: responses have several turns.
+        routes: mixtures of experts that train with the experts that they took when they generated.
+        """
 
         def on_symbols(model: Models, compute: ComputeFunction, **data: Data) -> None:
             with self.calling("workflow", self.module.workflow):
@@ -105,7 +116,7 @@ class Algorithm:
         shapes |= dict.fromkeys(self.row_numbers, "row")
         shapes |= {self.assistant_tokens: "token"} if self.assistant_tokens else {}
         with naming(f"algorithm {self.name}: "):
-            return trace(on_symbols, self.roles, shapes, replay=replay, episodes=episodes)
+            return trace(on_symbols, self.roles, shapes, replay=replay, episodes=episodes, routes=routes)
 
     def function(self, name: str, module: str = "") -> PageFunction:
         """Finds the function that a call names, and its companions. Raises UserError if there is no such function.

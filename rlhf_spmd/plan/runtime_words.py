@@ -16,12 +16,14 @@ START_LOGPROBS = "start_logprobs"  # argument of a loss: those of the policy wit
 PLACES_USED, STEP_TOKENS = "places_used", "step_tokens"
 STEPS_MADE = "_steps_made"  # in the log, behind a model: the share of its optimizer steps that were not left out
 ACTIONS, REWARDS, OPENED = ".actions", ".rewards", ".prompts"  # of episodes, behind a key of responses
+ROUTES = ".routes"  # of a mixture of experts, behind a key of responses
 END = "end"  # in the rollouts: why an episode ended
 TIMEOUTS = "reward_timeouts"  # in the log: responses for which a reward function ran out of time
 
 # What a row of a key is: tokens of a prompt or a response (int32, -1 on padding); one number for each response token;
-# one more than that; one number; the set that each response token was drawn from (int32).
-Shape = Literal["prompt", "response", "token", "token+1", "row", "kept"]
+# one more than that; one number; the set that each response token was drawn from (int32); the experts that each token
+# of the prompt and the response, but for the last one, took in each sparse layer (uint8).
+Shape = Literal["prompt", "response", "token", "token+1", "row", "kept", "routes"]
 TOKEN_SHAPES = ("prompt", "response", "kept")
 
 # The readouts of `infer`: the head that each needs, and the shape of the result.
@@ -48,15 +50,23 @@ def opened_of(responses: str) -> str:
     return responses + OPENED
 
 
-def generated_keys(name: str, *, replay: bool, episodes: bool = False) -> dict[str, Shape]:
+def routes_of(responses: str) -> str:
+    """Returns the key of the experts that tokens took in generation, which training takes, too (model/routes.py); else
+    there is no such key."""
+    return responses + ROUTES
+
+
+def generated_keys(name: str, *, replay: bool, episodes: bool = False, routes: bool = False) -> dict[str, Shape]:
     """Returns the keys that a generate call makes, with their shapes.
 
     name: prefix of a second call's keys.
     replay, episodes: see Recorder.
+    routes: whether training takes the experts that generation took.
     """
     before = f"{name}_" if name else ""
     made: dict[str, Shape] = {f"{before}{RESPONSES}": "response", f"{before}{LOGPROBS}": "token"}
     if episodes:
         own = f"{before}{RESPONSES}"
         made |= {actions_of(own): "token", rewards_of(own): "token", opened_of(own): "prompt"}
-    return made | ({f"{before}{KEPT}": "kept"} if replay else {})
+    made |= {f"{before}{KEPT}": "kept"} if replay else {}
+    return made | ({routes_of(f"{before}{RESPONSES}"): "routes"} if routes else {})

@@ -16,6 +16,7 @@ from rlhf_spmd.plan.runtime_words import (
     generated_keys,
     opened_of,
     rewards_of,
+    routes_of,
 )
 
 STOP_TYPES = ([str, float], [str, int])  # name of a logged sum, limit
@@ -64,12 +65,14 @@ class Recorder:
         supports.
     episodes: responses have several turns, so every call with a mask of responses also reads which of their tokens were
         drawn.
+    routes: mixtures of experts that train, and infer logprobs, with the experts that they took when they generated.
     """
 
     roles: Mapping[str, Role]
     shapes: dict[str, Shape]
     replay: bool = False
     episodes: bool = False
+    routes: frozenset[str] = frozenset()
     calls: list[Call] = field(default_factory=list)
 
     def model(self, name: str) -> "Model":
@@ -88,6 +91,12 @@ class Recorder:
         """Returns the keys that say which tokens of responses were drawn; none where responses have one turn. keys:
         any."""
         return tuple(key for key in map(actions_of, keys) if key in self.shapes)
+
+    def routes_of(self, model: str, responses: Sequence[Data]) -> tuple[str, ...]:
+        """Returns the key of the experts that a model took when it generated the only response that it reads, if
+        any."""
+        keys = [routes_of(one.key) for one in responses if one.model == model and len(responses) == 1]
+        return tuple(key for key in keys if key in self.shapes)
 
     def tokens_of(self, call: str, prompts: Data, responses: Sequence[Data]) -> tuple[str, ...]:
         """Returns the keys of the sequences that a call reads. Raises UserError for two episodes, which have two
@@ -157,7 +166,8 @@ class Model:
         if temperature is not None and not is_number:
             raise UserError(f"{self.name}.generate(temperature={temperature!r}): give a number of at least 0, or None")
         check_temperature(f"{self.name}.generate(): temperature", temperature or 0)
-        made = generated_keys(name, replay=self.recorder.replay, episodes=self.recorder.episodes)
+        how = {"replay": self.recorder.replay, "episodes": self.recorder.episodes}
+        made = generated_keys(name, **how, routes=self.name in self.recorder.routes)
         outputs, wish, tokens = tuple(made), "_".join(filter(None, (self.name, "generate", name))), (prompts.key,)
         call = Generate(wish, self.name, "sample", tokens, outputs, tokens, temperature)
         self.recorder.record(call, made)
@@ -187,7 +197,8 @@ class Model:
         rewards = (rewards_of(key) for key in tokens if function == SCORES and rewards_of(key) in self.recorder.shapes)
         if current and role.lr is None:
             raise UserError(f"{self.name}.infer({function!r}, current=True): {self.name} does not train; drop current")
-        inputs = (*tokens, *turns, *rewards, *filter(None, [kept]))
+        routes = self.recorder.routes_of(self.name, responses) if function == LOGPROBS else ()
+        inputs = (*tokens, *turns, *rewards, *filter(None, [kept]), *routes)
         call = Infer(f"{self.name}_infer", self.name, function, inputs, (key,), tokens, kept, current)
         self.recorder.record(call, {key: shape})
         return Data(key)
@@ -227,7 +238,8 @@ class Model:
         sampled = responses[0] if is_lm and len(responses) == 1 else Data("")
         drawn, kept = sampled.logprobs if sampled.model == self.name else "", sampled.kept
         chosen = self._number(function, "only", only, ("row",)) if only is not None else ""
-        others = filter(None, (drawn, kept, chosen, counted, *self.recorder.turns_of(tokens)))
+        routes = self.recorder.routes_of(self.name, responses)
+        others = filter(None, (drawn, kept, chosen, counted, *self.recorder.turns_of(tokens), *routes))
         inputs = tuple(dict.fromkeys((*tokens, *(key for _, key in keys), *others)))
         module, _, own = function.rpartition(".")
         options = keys, drawn, kept, chosen, counted or str(divisor), stop, entropy, module, loglinear
@@ -266,22 +278,33 @@ def trace(
     *,
     replay: bool = False,
     episodes: bool = False,
+    routes: frozenset[str] = frozenset(),
 ) -> Workflow:
     """Runs `workflow(model, compute, KEY=...)` on symbolic values and returns what it recorded. Raises UserError for a
     workflow that cannot become a program.
 
     given: the keys of the data set with their shapes.
-    replay, episodes: see Recorder.
+    replay, episodes, routes: see Recorder.
 
     `workflow` gets a function from a role's name to the symbolic `Model`, the recorder's `compute`, and the given data
     by keyword.
     """
-    recorder = Recorder(roles, dict(given), replay, episodes)
+    recorder = Recorder(roles, dict(given), replay, episodes, routes)
     workflow(recorder.model, recorder.compute, **{key: Data(key) for key in given})
     heads = {name: role.head for name, role in roles.items()}
     recorded = Workflow(tuple(recorder.calls), tuple(given), recorder.shapes, heads)
     _refuse(recorded)
-    return recorded
+    return _without_unread_routes(recorded)
+
+
+def _without_unread_routes(workflow: Workflow) -> Workflow:
+    """Returns a workflow without routes that no call reads, such as those of responses that are only scored."""
+    unread = {key for key, shape in workflow.shapes.items() if shape == "routes" and not workflow.consumers((key,))}
+    if not unread:
+        return workflow
+    calls = (replace(one, outputs=tuple(key for key in one.outputs if key not in unread)) for one in workflow.calls)
+    shapes = {key: shape for key, shape in workflow.shapes.items() if key not in unread}
+    return replace(workflow, calls=tuple(calls), shapes=shapes)
 
 
 def _refuse(workflow: Workflow) -> None:

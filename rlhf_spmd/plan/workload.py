@@ -6,12 +6,13 @@ from math import exp, fsum, prod
 from statistics import NormalDist
 
 from rlhf_spmd.plan.adapters import NUMBER_BYTES, Adapters
-from rlhf_spmd.plan.calls import Call, Compute, Workflow, is_current
+from rlhf_spmd.plan.calls import Call, Compute, Generate, Workflow, is_current
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import exact_div
 from rlhf_spmd.plan.shard import split
 
 HOST_BYTES = 16 * 2**20  # between GPUs: larger messages of rows go from device to device
+WORD_BYTES = 4
 LARGE_MATRIX = 2**16  # weights; products of smaller ones are bound by their launches
 P95 = NormalDist().inv_cdf(0.95)
 ROUNDED = 1e-9
@@ -237,13 +238,19 @@ class Workload:
 
     def row_shape(self, key: str) -> tuple[int, ...]:
         """Returns the shape of one row of a data key; () for a single number."""
+        if self.workflow.shapes[key] == "routes":
+            maker = self.workflow.producer(key)
+            assert isinstance(maker, Generate), key
+            tokens, shape = self.max_prompt + self.max_response - 1, self.shape(maker.model)
+            words = -(-tokens // WORD_BYTES)  # a row is sent in whole words
+            return WORD_BYTES * words, shape.num_sparse_layers, shape.experts_per_token
         shapes = {"prompt": (self.max_prompt,), "token+1": (self.max_response + 1,), "row": ()}
         shapes["kept"] = (self.max_response, self.max_kept)
         return shapes.get(self.workflow.shapes[key], (self.max_response,))
 
     def row_bytes(self, key: str) -> int:
-        """Returns bytes of one row of a data key on the wire: int32 or float32."""
-        return 4 * prod(self.row_shape(key))
+        """Returns bytes of one row of a data key on the wire: int32 or float32, but for routes."""
+        return prod(self.row_shape(key)) * (1 if self.workflow.shapes[key] == "routes" else WORD_BYTES)
 
     def needs_batch(self, call: Call) -> bool:
         """Returns whether a call needs all rows of the iteration: no mini-batch holds the scope of a compute, or it

@@ -26,6 +26,7 @@ from rlhf_spmd.plan.placement import leaves_device, ranks_of, weights_layout
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Load, Offload, Program, Run, keys_made, keys_read, merged
 from rlhf_spmd.plan.program.pipeline import largest_number, pass_bytes
 from rlhf_spmd.plan.program.tensors import frozen_weights_of, numbers_in, trained_weights_of, weights_of
+from rlhf_spmd.plan.runtime_words import ROUTES
 from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
@@ -225,6 +226,10 @@ def rows_bytes(program: Program, rank: int) -> int:
                 for key in keys(call, layout, rank) if columns else ():
                     held.setdefault(key, set()).add(some)
     total = 0
+    for generate in workload.workflow.generate_calls:  # routes are also where they are recorded
+        layout = placement.layouts[generate.name]
+        rows = workload.num_mini_batches * len(layout.columns(rank, workload.mini_batch)) if rank in layout.ranks else 0
+        total += sum(rows * workload.row_bytes(key) for key in generate.outputs if key.endswith(ROUTES))
     for key, ranges in held.items():
         rows = workload.num_mini_batches * sum(map(len, merged(ranges)))
         total += rows * workload.row_bytes(key) * batches_of(placement.ahead, workload, key)

@@ -18,7 +18,7 @@ from itertools import product
 from rlhf_spmd.plan.calls import Call, Infer, Train, Workflow, is_current, trains
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
-from rlhf_spmd.plan.runtime_words import LOGPROBS, START_LOGPROBS, actions_of
+from rlhf_spmd.plan.runtime_words import LOGPROBS, START_LOGPROBS, actions_of, routes_of
 from rlhf_spmd.plan.workload import Workload
 
 
@@ -51,7 +51,7 @@ def with_starts(workload: Workload) -> Workload:
         old = dict(train.arguments).get(START_LOGPROBS)
         if old is None or is_current(workflow.producer(old)):
             continue
-        key, wanted = f"{train.model}_{START_LOGPROBS}", (*train.tokens, train.kept)
+        key, wanted = f"{train.model}_{START_LOGPROBS}", (*train.tokens, train.kept, routes_of(train.responses[0]))
         inputs, options = tuple(name for name in train.inputs if name in wanted), (train.tokens, train.kept, True)
         added.append(Infer(f"{train.model}_infer_start", train.model, LOGPROBS, inputs, (key,), *options))
         shapes[key] = shapes[old]
@@ -70,7 +70,7 @@ def gates(workflow: Workflow) -> dict[str, Infer]:
         is_there = any(isinstance(call, Infer) and call.drawn == train.drawn for call in workflow.calls)
         if generate is None or is_there or any(_repeats(call, train) for call in workflow.calls):
             continue
-        wanted = (*train.tokens, train.kept, *_compared(train))
+        wanted = (*train.tokens, train.kept, routes_of(train.responses[0]), *_compared(train))
         inputs = tuple(key for key in train.inputs if key in wanted)
         name, options = f"{train.model}_infer_parity", (train.kept, False, train.drawn)
         found[generate.name] = Infer(name, train.model, LOGPROBS, inputs, (), train.tokens, *options)

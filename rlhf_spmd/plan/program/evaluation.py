@@ -42,7 +42,7 @@ def evaluation_program(
     judged: ModelCall | None = None  # whose model a function replaces
     if workload.workflow.generate_calls:
         generating, scoring = _calls(workload.workflow)
-        kept = (key for key in generating.outputs if workload.workflow.shapes[key] != "kept")
+        kept = (key for key in generating.outputs if workload.workflow.shapes[key] not in ("kept", "routes"))
         calls = replace(generating, outputs=tuple(kept), temperature=temperature), scoring
         judged = scoring if by_function else None
     else:

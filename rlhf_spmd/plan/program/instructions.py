@@ -32,7 +32,7 @@ from rlhf_spmd.plan.layout import HOST, STAGES, Layout, format_ranks, group_name
 from rlhf_spmd.plan.placement import Placement, uses_trained_weights
 from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.plan.program.stable_text import stable_text
-from rlhf_spmd.plan.runtime_words import ACTIONS
+from rlhf_spmd.plan.runtime_words import ACTIONS, ROUTES
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import Workload
 
@@ -326,11 +326,12 @@ class Program:
 
 
 def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
-    """Returns the data keys that a call reads on a rank: a stage before the last needs tokens, and which rows count."""
+    """Returns the data keys that a call reads on a rank: a stage before the last needs tokens, their routes,
+    and which rows count."""
     if isinstance(call, Compute) or layout.coordinates(rank)[1] == layout.pp - 1:
         return call.inputs
     needed = (*call.tokens, call.only) if isinstance(call, Train | Measure) else call.tokens
-    return tuple(key for key in call.inputs if key in needed or key.endswith(ACTIONS))
+    return tuple(key for key in call.inputs if key in needed or key.endswith((ACTIONS, ROUTES)))
 
 
 def keys_made(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:

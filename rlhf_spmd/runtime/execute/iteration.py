@@ -17,10 +17,11 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.masks import response_mask
 from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.model.routes import Routes
 from rlhf_spmd.model.sequences import Sequences, lengths_of
 from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.calls import LossCall
-from rlhf_spmd.plan.runtime_words import ACTIONS, TOKEN_SHAPES, actions_of
+from rlhf_spmd.plan.runtime_words import ACTIONS, TOKEN_SHAPES, actions_of, routes_of
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.generation.rollout import Rollout
 from rlhf_spmd.runtime.world.metric_sums import Meter
@@ -62,9 +63,24 @@ def sequences_of(call: LossCall, rows: Rows, dropout: tuple[int, float] | None =
         made = Sequences.join(prompts_BP[0], responses_BG[0])
     else:
         made = Sequences.join(torch.cat(prompts_BP), torch.cat(responses_BG))
+    made = with_routes(made, rows.get(routes_of(call.responses[0])))
     if dropout is None:
         return made
     return replace(made, dropout=(*dropout, torch.cat([rows[NUMBER] * num + index for index in range(num)])))
+
+
+def with_routes(batch: Sequences, routes_BTLk: Tensor | None) -> Sequences:
+    """Gives sequences the experts that their tokens took in generation, uint8; None: there are none. The last token of
+    a row took none."""
+    if routes_BTLk is None:
+        return batch
+    length_B = torch.tensor(batch.lengths, device=routes_BTLk.device)
+    width = max(batch.lengths)
+    routes_BTLk = torch.cat((routes_BTLk, routes_BTLk.new_zeros(len(routes_BTLk), 1, *routes_BTLk.shape[2:])), 1)
+    at_BT = torch.arange(width, device=routes_BTLk.device).expand(len(length_B), -1)
+    real_BT = at_BT < length_B[:, None]
+    took_N = (at_BT < length_B[:, None] - 1)[real_BT]
+    return replace(batch, routes=Routes(routes_BTLk[:, :width][real_BT], took_N))
 
 
 def row_lengths(call: LossCall, rows: Rows) -> list[int]:
@@ -103,7 +119,9 @@ class Store(dict[str, Tensor]):
     def make(self, key: str) -> Tensor:
         """Makes a tensor for all rows that this rank holds of a key."""
         workload, num_columns = self.workload, sum(map(len, self.columns.get(key, ())))
-        fill, dtype = (-1, torch.int32) if workload.workflow.shapes[key] in TOKEN_SHAPES else (0.0, torch.float32)
+        kind = workload.workflow.shapes[key]
+        fill, dtype = (-1, torch.int32) if kind in TOKEN_SHAPES else (0.0, torch.float32)
+        fill, dtype = (0, torch.uint8) if kind == "routes" else (fill, dtype)
         shape = (workload.num_mini_batches, num_columns, *workload.row_shape(key))
         return torch.full(shape, fill, dtype=dtype, device=self.device)
 

@@ -33,7 +33,7 @@ from rlhf_spmd.runtime.execute import iteration
 from rlhf_spmd.runtime.execute.iteration import ALL, NUMBER, Iteration, Rows, Store, kept_of, mask_of
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.page_functions import called, read_loss, stored_arguments
-from rlhf_spmd.runtime.execute.parity_gate import corrects, log_lag, parity_gate
+from rlhf_spmd.runtime.execute.parity_gate import corrects, log_lag, parity_gate, route_gate
 from rlhf_spmd.runtime.execute.passes import Passes
 from rlhf_spmd.runtime.world.metric_sums import Meter
 
@@ -113,6 +113,7 @@ class OptimizerStep(Passes):
         self.lag_steps, self.done = lag_steps, done
         self.reports = job.layout(call).reports(job.world.rank)
         self.meter = meter if self.reports else Meter()  # another rank reports the rows
+        self.route_meter = meter if self.model.parallel.shard.tp_index == 0 else Meter()  # a stage reports its layers
         is_used_B = rows[call.prompts][:, 0] >= 0  # a place of a step with a budget of tokens may have no row
         if call.only:
             is_used_B &= rows[call.only] != 0
@@ -154,13 +155,18 @@ class OptimizerStep(Passes):
         def through(model: Transformer) -> Tensor:
             """Returns the output of this stage; of the last one the loss."""
             output_nD = sequences.forward(model, batch, received_nD)
+            is_first = (
+                self.call.drawn and self.run.epoch == 0 and self.run.mini_batch == 0
+            )  # the weights that generated
+            if is_first and batch.routes is not None and not self.job.program.placement.ahead:
+                route_gate(self.job.config, batch.routes, self.route_meter, corrected=corrects(self.call))
             if not is_last:
                 return output_nD
             rows, prepared = self.micro_batches[index], self.prepared[index]
             given = prepared | self.of_lag()
             total, sums, outputs = read_loss(self.job, self.call, model, batch, output_nD, rows, given)
             self.stats.append(sums)
-            if self.call.drawn and self.run.epoch == 0 and self.run.mini_batch == 0:  # the weights that generated
+            if is_first:
                 old_BG, new_BG = rows[self.call.drawn], outputs[LOGPROBS].detach()
                 tokens_BG, mask_BG = rows[self.call.responses[0]], mask_of(rows, self.call.responses[0])
                 if self.job.program.placement.ahead:  # the gate was where they were drawn

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlhf_spmd.algorithms.logprob_parity import parity
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.routes import Routes
 from rlhf_spmd.plan.calls import LossCall
 from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS
 from rlhf_spmd.runtime.world.metric_sums import Meter
@@ -18,6 +19,7 @@ from rlhf_spmd.runtime.world.metric_sums import Meter
 # 0.125, so rounding moves one token in a thousand by half a nat (bench/LOG.md); a fault moves the mean by nats.
 PARITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2.0}
 MEAN_TOLERANCE = {"bfloat16": 0.5}
+FEW_ROUTES, ROUTE_TOLERANCE = 2, 1e-4  # choices that may differ, at least, and their share, in float32
 MEAN_TOKENS = 256  # the mean of fewer tokens is not checked
 
 
@@ -63,6 +65,23 @@ def parity_gate(
         f"logprob {float(old_BG[place]):.6f} from the generator and {float(new_BG[place]):.6f} in training, "
         f"{found.max_abs:.2e} nats apart, and {found.mean_abs:.2e} in the mean of {found.num_tokens:,} tokens; {fix}"
     )
+
+
+def route_gate(config: Config, routes: Routes, meter: Meter, *, corrected: bool = False) -> None:
+    """Raises UserError if more than a few tokens would have taken other experts than in generation, which in float32
+    only rounding makes a difference to; called where `parity_gate` is.
+
+    corrected: as there.
+    """
+    num, num_given = routes.num_disagreeing, routes.num_given
+    meter.add("route_disagreement", num, num_given)
+    if config.dtype != "float32" or corrected or config.parity_tolerance is not None:
+        return
+    if num > max(FEW_ROUTES, ROUTE_TOLERANCE * num_given):
+        raise UserError(
+            f"generation and training disagree: the routers of training would have chosen other experts in {num:,} of "
+            f"{num_given:,} cases, which is more than rounding explains; lower the learning rates, or look at the model"
+        )
 
 
 def log_lag(old_BG: Tensor, new_BG: Tensor, mask_BG: Tensor, meter: Meter, lag: int) -> None:

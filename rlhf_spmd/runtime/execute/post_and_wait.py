@@ -122,7 +122,7 @@ class Transfers:
         place = self._rows(transfer, message)
         if not message.keys:
             return torch.zeros(1, dtype=torch.int32, device=self.world.device)  # a notice, made behind the rows
-        words = [data.store.at(key, place).contiguous().view(torch.int32).flatten() for key in message.keys]
+        words = [data.store.at(key, place).contiguous().flatten().view(torch.int32) for key in message.keys]
         return words[0] if len(words) == 1 else torch.cat(words)
 
     def _rows(self, transfer: Transfer, message: Message) -> tuple[slice, slice]:
@@ -154,6 +154,7 @@ class Transfers:
         start = 0
         for key in message.keys:
             place = data.store.at(key, self._rows(transfer, message))
-            piece = words[start : start + place.numel()].view(place.shape)
-            place.copy_(piece.view(place.dtype))
-            start += place.numel()
+            num_words = place.nbytes // words.itemsize
+            piece = words[start : start + num_words].view(place.dtype)
+            place.copy_(piece.view(place.shape))
+            start += num_words

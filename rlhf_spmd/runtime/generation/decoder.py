@@ -10,6 +10,7 @@ from torch import Tensor
 from rlhf_spmd.kernels.decode_attention import Decode
 from rlhf_spmd.model.kv_attention import Continued, DecodeStep, Prefill, Round
 from rlhf_spmd.model.linear import Copies
+from rlhf_spmd.model.routes import Routes
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation import cuda_graphs
 from rlhf_spmd.runtime.generation.kv_cache import KVCache, slots_of
@@ -37,6 +38,7 @@ class Decoder:
         elif self._has_copy:
             self._tables_BM = self._written_BM.to(self.device)
         self.copies = copies
+        self.routes: Routes | None = None  # of the tokens of the next round, in their order, on a CPU
 
     def begin(self) -> None:
         """Begins rounds between which the weights stay where they are."""
@@ -68,7 +70,9 @@ class Decoder:
         """
         tables_BM, new = self._tables(len(tokens_B)), (prompts, blocks, answered)
         if self._graphs is None or not len(tokens_B):
-            return self._run(*self._prepared(tokens_B, cached_B, tables_BM, *new))
+            prepared = self._prepared(tokens_B, cached_B, tables_BM, *new)
+            prepared[1].routes = self.routes
+            return self._run(*prepared)
         if not prompts and not answered:
             return self._graphs(self._padded, tokens_B, cached_B)
         prepared = self._prepared(tokens_B[:0], cached_B[:0], tables_BM[:0], *new)  # waits for copies to the device

@@ -21,7 +21,8 @@ stage draw the same tokens and send them to the other stages.
 # R requests, B rows, G longest response, K largest sampling support, V vocabulary, D hidden
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,7 @@ from rlhf_spmd.runtime.generation.decoder import Decoder
 from rlhf_spmd.runtime.generation.episodes import Answer, Turns
 from rlhf_spmd.runtime.generation.kv_cache import GPU_BLOCK, KVCache, blocks_that_fit
 from rlhf_spmd.runtime.generation.requests import Batch, Requests, Sampling
+from rlhf_spmd.runtime.generation.route_record import RouteRecord, Span
 from rlhf_spmd.runtime.generation.scheduler import Admission, Blocks, RunningRequest, Scheduler, WaitingRequest
 
 PREFILL_TOKENS = 4096  # limit of one prefill with more than one prompt
@@ -68,6 +70,7 @@ class Engine:
         decode: Callable[..., str] | None = None,
         turns: Turns | None = None,
         adds_adapters: bool = False,
+        records_routes: bool = False,
     ):
         """Sets up an engine for a model.
 
@@ -81,6 +84,7 @@ class Engine:
         decode: of a Tokenizer, for stop texts.
         turns: of episodes, on a rank that has the whole model; None: a response is one turn.
         adds_adapters: multiply with copies of the weights to which these are added.
+        records_routes: of a mixture of experts, which experts each token takes.
         """
         self.model, self.parallel, self.decode, self.turns = model, model.parallel, decode, turns
         assert turns is None or (self.parallel.group is None and self.parallel.stages is None), "tp = pp = 1"
@@ -105,6 +109,7 @@ class Engine:
         self.scheduler = Scheduler(blocks, max_sequences, PREFILL_TOKENS, blocks_per_row, one_block=one_block)
         self.decoder = Decoder(model, self.cache, self.scheduler, self._copies)
         self.requests, self.longest, self.num_preempted = Requests(self.device, num_stored), longest, 0
+        self.routes = RouteRecord(model, longest) if records_routes else None
         self._batch = Batch(torch.zeros(6, 0, dtype=torch.int64, device=self.device))
         self.runs_ahead = (
             self.scheduler.batches_admissions
@@ -128,6 +133,8 @@ class Engine:
         sampling: for all requests, or one per request.
         """
         numbers = self.requests.add(prompts, bits_RG, sampling)
+        if self.routes is not None:
+            self.routes.add(len(numbers))
         keys = self.requests.keys(numbers)
         first: dict[int, int] = {}
         for index, key in enumerate(keys):
@@ -249,7 +256,11 @@ class Engine:
             (self.requests.tokens(row.request, row.base - row.num_prompt)[cached:], cached, row.blocks)
             for row, cached in answered
         ]
-        hidden = self.decoder.round(batch.token_B, batch.cached_B, prompts, [one.row.blocks for one in fresh], more)
+        spans = [(row.request, cached, row.base) for row, cached in answered]
+        spans += [(one.row.request, 0, len(prompt)) for one, prompt in zip(fresh, prompts, strict=True)]
+        new = prompts, [one.row.blocks for one in fresh], more
+        with self._recording(spans, admitted):
+            hidden = self.decoder.round(batch.token_B, batch.cached_B, *new)
         longest = max((one.row.num_prompt for one in admitted), default=0)
         copies = [one.copy for one in admitted if one.copy is not None]
         self.cache.copy(copies, min(longest, self.cache.block_size))
@@ -262,6 +273,21 @@ class Engine:
             return hidden
         places = [place.get(one.row.request) or self._last_hidden[one.row.key] for one in admitted]
         return torch.cat((hidden[:before], torch.stack([hidden_ND[i] for hidden_ND, i in places])))
+
+    @contextmanager
+    def _recording(self, spans: list[Span], admitted: Sequence[Admission]) -> Iterator[None]:
+        """Records the routes of a pass, and of prompts that are in the cache already. spans: what is not of running
+        rows."""
+        if (record := self.routes) is None:
+            yield
+            return
+        places = record.places(self._batch.request_B, self._batch.cached_B, spans)
+        self.decoder.routes = routes = record.given(places)
+        yield
+        record.note(places, routes)
+        for one in admitted:
+            if one.donor is not None:
+                record.copy(self.scheduler.rows[one.donor].request, one.row.request, one.row.num_prompt)
 
     def _draw(self, hidden_BD: Tensor | None) -> tuple[list[RunningRequest], Tensor, Tensor]:
         """Draws a token for every row -> the rows, which of them are over (on the host, once the device is there), and

@@ -52,6 +52,12 @@ class Rollout:
         self.engine.run(requests)
         return self.engine.results(requests)
 
+    def routes_of(self, mini_batches: slice, width: int) -> Tensor:
+        """Returns the experts of each token but the last one of these mini-batches, which have ended: uint8
+        [B, width, sparse layers, experts of a token]. Collective over the stages."""
+        assert self.engine.routes is not None
+        return self.engine.routes.of(self._requests(mini_batches), width)
+
     def of_turns(self, mini_batches: slice) -> tuple[Tensor, Tensor]:
         """Returns, of the episodes of these mini-batches, which have ended: which tokens were drawn, and the rewards of
         turns on their last drawn tokens, both float32 [B, G]. A row that is dropped has none."""

@@ -89,6 +89,10 @@ class TimedModel:
                 rows[key] = torch.where(responses_BG[..., None] < 0, -1, kept_BGK).int()
             elif key in map(actions_of, self.call.responses):  # of episodes: all tokens are drawn
                 rows[key] = (responses_BG >= 0).float()
+            elif kind == "routes":
+                size = num_rows, self.grid.longest, self.model.config.num_layers, self.shape.experts_per_token
+                chosen = torch.rand(*size[:3], self.shape.num_experts).topk(size[3]).indices.sort().values
+                rows[key] = chosen.to(device, torch.uint8)
             elif key not in rows:
                 counts = key in (self.call.only, self.call.divisor)  # without them a step has nothing to do
                 rows[key] = torch.full(shapes[kind], float(counts), device=device)

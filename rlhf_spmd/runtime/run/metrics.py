@@ -36,6 +36,8 @@ GENERATION = {
     # largest and mean |logprob when generated - logprob when first trained on|, nats
     "parity_max_abs": Metric("generation"),
     "parity_mean_abs": Metric("generation"),
+    # of mixtures of experts: share of the choices of routers that training would have made otherwise
+    "route_disagreement": Metric("generation"),
     # where batches are drawn ahead: iterations that have trained since, and what parity_ is for weights that have not
     "lag": Metric("generation"),
     "lag_max_abs": Metric("generation"),

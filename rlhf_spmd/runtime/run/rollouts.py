@@ -116,7 +116,7 @@ class Rollouts:
         job, workload, call = self.job, self.job.program.workload, self.call
         columns = job.program.placement.layouts[call.name].columns(job.world.rank, workload.mini_batch)
         shapes = workload.workflow.shapes
-        keys = [key for key in call.inputs if key in data.store and shapes[key] != "kept"]
+        keys = [key for key in call.inputs if key in data.store and shapes[key] not in ("kept", "routes")]
         place = ALL, slice(columns.start, columns.stop)
         values = {key: data.store.at(key, place).cpu().numpy() for key in keys if columns}
         records = job.prompts.records

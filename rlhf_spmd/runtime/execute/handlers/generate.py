@@ -14,7 +14,7 @@ from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.calls import Generate
 from rlhf_spmd.plan.cost.memory import caches_alive, trains_beside_cache, working_bytes
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.plan.runtime_words import END, RESPONSES, actions_of, opened_of, rewards_of
+from rlhf_spmd.plan.runtime_words import END, RESPONSES, actions_of, opened_of, rewards_of, routes_of
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, mask_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.generation import random_streams
@@ -70,6 +70,8 @@ def _made(job: Job, call: Generate, rollout: Rollout, mini_batches: slice) -> di
     if rollout.turns is not None:
         made[actions_of(responses)], made[rewards_of(responses)] = rollout.of_turns(mini_batches)
         made[opened_of(responses)] = rollout.prompts_MBP[mini_batches].flatten(0, 1)
+    if (routes := routes_of(responses)) in others:
+        made[routes] = rollout.routes_of(mini_batches, job.workload.row_shape(routes)[0])
     if support_BGK is not None:
         made |= {key: support_BGK for key in others if job.workload.workflow.shapes[key] == "kept"}
     return made
@@ -138,5 +140,6 @@ def _all_of_iteration(
         free_bytes=max(share * free, scratch(job.world.device).cache_bytes),
         episodes=episodes,
         max_new_tokens=generation.max_new_tokens,
+        records_routes=routes_of(call.outputs[0]) in call.outputs,
         **(job.drawing | own),
     )

@@ -14,11 +14,20 @@ from rlhf_spmd.model.sequences import Sequences, forward_by_layer, lengths_of, s
 from rlhf_spmd.plan.calls import Infer, Measure, ModelCall
 from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS, actions_of, rewards_of
-from rlhf_spmd.runtime.execute.iteration import Iteration, Place, Rows, kept_of, mask_of, row_lengths, sequences_of
+from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS, actions_of, rewards_of, routes_of
+from rlhf_spmd.runtime.execute.iteration import (
+    Iteration,
+    Place,
+    Rows,
+    kept_of,
+    mask_of,
+    row_lengths,
+    sequences_of,
+    with_routes,
+)
 from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.execute.page_functions import read_loss, read_output
-from rlhf_spmd.runtime.execute.parity_gate import corrects, parity_gate
+from rlhf_spmd.runtime.execute.parity_gate import corrects, parity_gate, route_gate
 from rlhf_spmd.runtime.execute.passes import Passes
 from rlhf_spmd.runtime.generation.episodes import last_turns
 from rlhf_spmd.runtime.rewards.response_scores import Judged
@@ -83,6 +92,9 @@ class Inference(Passes):
             of_row = lengths(*rows_of(row, columns))
             self.parts += [(row, columns[part]) for part in cut(of_row, layout, job.micro_batch(layout))]
         self.batches = [join(*rows_of(*part)) for part in self.parts]
+        if (routes := routes_of(call.responses[0])) in call.inputs:
+            given = [data.store.at(routes, self.place)[part] for part in self.parts]
+            self.batches = list(map(with_routes, self.batches, given))
         self.results: list[Tensor] = []
 
     def read(self, index: int, output_nD: Tensor) -> None:
@@ -94,6 +106,10 @@ class Inference(Passes):
 
     def close(self) -> None:
         """Stores the results."""
+        if self.call.drawn and self.model.parallel.shard.tp_index == 0:
+            meter, corrected = self.job.meter(self.call, self.data), self.is_corrected()
+            for routes in filter(None, (batch.routes for batch in self.batches)):
+                route_gate(self.job.config, routes, meter, corrected=corrected)
         if not self.model.parallel.is_last:
             return
         whole = torch.cat(self.results).float() if self.results else None
@@ -111,10 +127,13 @@ class Inference(Passes):
         """Compares logprobs where batches are drawn ahead (the parity gate)."""
         call, data, key = self.call, self.data, self.call.responses[0]
         rows = {one: data.store.at(one, self.place)[self.used_MC] for one in call.inputs}
-        trained = self.job.workload.workflow.train_calls
-        is_corrected = any(corrects(train) for train in trained if train.drawn == call.drawn)
         given = rows[call.drawn], new_BG, rows[key], mask_of(rows, key)
-        parity_gate(self.job.config, *given, self.job.meter(call, data), corrected=is_corrected)
+        parity_gate(self.job.config, *given, self.job.meter(call, data), corrected=self.is_corrected())
+
+    def is_corrected(self) -> bool:
+        """Returns whether a loss corrects differences from what is compared."""
+        trained = self.job.workload.workflow.train_calls
+        return any(corrects(train) for train in trained if train.drawn == self.call.drawn)
 
 
 class Measurement(Passes):

@@ -21,6 +21,8 @@ from tests.folders import write_all
 from tests.runs import RunOf, compiled, load
 from tests.unit.runtime.generation.test_episodes import Scripted
 
+MIXTURE = {"model_type": "qwen3_moe", "qk_norm": True, "num_layers": 3, "num_dense_layers": 1, "norm_topk": True}
+MIXTURE |= {"num_experts": 4, "experts_per_token": 2, "expert_size": 12}
 EVERY = ALL, slice(0, 3)  # columns
 EVALUATED = ALL, slice(0, 11)
 EOS_IDS = tuple(range(1, 8))
@@ -97,6 +99,20 @@ def test_weights_do_not_depend_on_when_answers_come(overrides):
             assert all(one[name] == other[name] for name in ("policy_loss", "kl", "turns", "reward"))
     assert max(one["turns"] for one in metrics[0]) > 1.2
     assert 0 < max(one["parity_max_abs"] for one in metrics[0]) < 1e-4
+
+
+def test_answers_have_routes_too(tmp_path):
+    """Training takes the experts of answers, which the sampler read, as those of what it drew."""
+    words = write_all(tmp_path, eos_token_ids=EOS_IDS, **MIXTURE)
+    runs = [a_run(words, seed=seed, latest=latest) for seed, latest in ((0, 0), (1, 5))]
+    for metrics in (one for run in runs for one in run.iterations()):
+        assert metrics["turns"] > 1.2 and metrics["route_disagreement"] == 0 and metrics["parity_max_abs"] < 1e-4
+    first, second = (run.data.store for run in runs)
+    routes, actions = "responses.routes", first.at("responses.actions", EVERY)
+    assert ((actions == 0) & (first.at("responses", EVERY) >= 0)).any()  # answers
+    length_MC = sum((first.at(key, EVERY) >= 0).sum(-1) for key in ("responses.prompts", "responses"))
+    assert ((first.at(routes, EVERY) > 0).any(-1).all(-1).sum(-1) == length_MC - 1).all()
+    assert torch.equal(first.at(routes, EVERY), second.at(routes, EVERY))
 
 
 def test_what_training_reads_of_episodes(overrides, tmp_path):

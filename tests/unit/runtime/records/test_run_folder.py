@@ -210,8 +210,8 @@ def test_the_metrics_of_ppo_keep_their_names_and_curves():
         "importance_max importance_truncated importance_ess generator_clip_fraction",
         "value": "value_loss value_clip_fraction value_error_sq value return",
         "optimizer": "actor_grad_norm critic_grad_norm actor_lr critic_lr",
-        "generation": "response_length ended_fraction parity_max_abs parity_mean_abs lag lag_max_abs "
-        "lag_mean_abs gen_tokens",
+        "generation": "response_length ended_fraction parity_max_abs parity_mean_abs route_disagreement "
+        "lag lag_max_abs lag_mean_abs gen_tokens",
         "speed": "gen_tokens_per_s moved_bytes moved_messages generate_s tflops mfu peak_bytes iteration_s",
     }
     assert {name: group for group, names in by_group.items() for name in names.split()} == GROUPS
