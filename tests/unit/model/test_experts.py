@@ -1,97 +1,46 @@
-"""Mixtures of experts against transformers' own: logits, gradients, routes, and what a row does not depend on."""
+"""Mixtures of experts: gradients against transformers', routes, ties, and what a row does not depend on."""
 
 import pytest
 import torch
 
+from rlhf_spmd.kernels.experts import choose, mixture
+from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, Choice, use
+from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
 from rlhf_spmd.model.attention import Packed
-from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.model.routes import Routes
 from rlhf_spmd.model.transformer import Transformer
+from tests.unit.model.families.test_mixtures import theirs
+from tests.unit.model.test_hf import TOKENS_BT
 from tests.unit.model.test_transformer import some_tokens
 
-SIZES = {"vocab_size": 61, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
-QWEN = {"intermediate_size": 40, "head_dim": 10}
-CASES = {  # family, experts, of a token, inner size, norm_topk_prob, dense layers, more
-    "qwen3": ("qwen3_moe", 8, 2, 24, True, 0, {}),
-    "qwen3 dense first, tied": ("qwen3_moe", 16, 4, 12, False, 1, {"tie_word_embeddings": True}),
-    "qwen3 one of four": ("qwen3_moe", 4, 1, 24, False, 2, {}),
-    "qwen3 all": ("qwen3_moe", 6, 6, 16, True, 0, {}),
-    "qwen3 many": ("qwen3_moe", 128, 8, 7, True, 0, {}),
-    "mixtral": ("mixtral", 4, 2, 30, True, 0, {"head_dim": 10}),
-    "mixtral tied": ("mixtral", 5, 3, 30, True, 0, {"head_dim": 10, "tie_word_embeddings": True}),
-    "olmoe": ("olmoe", 12, 5, 18, False, 0, {"clip_qkv": None, "eos_token_id": 1}),
-}
+LENGTHS = 7, 3, 5
 
 
-def theirs(case: str):
-    """Returns a small random mixture of transformers, every parameter away from its initial value."""
-    import transformers
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Returns transformers' mixture of a case in float64, and ours with the same weights."""
 
-    family, num_experts, k, inner, norm, dense, more = CASES[case]
-    sizes = SIZES | more | {"num_experts_per_tok": k, "norm_topk_prob": norm}
-    if family == "qwen3_moe":
-        sizes |= QWEN | {"num_experts": num_experts, "moe_intermediate_size": inner, "decoder_sparse_step": 1}
-        sizes["mlp_only_layers"] = [*range(dense)]
-    else:
-        sizes |= {"num_local_experts": num_experts, "num_experts": num_experts, "intermediate_size": inner}
-    config = transformers.AutoConfig.for_model(family, **sizes)
-    auto = transformers.AutoModelForCausalLM
-    model = auto.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in model.named_parameters():
-        weight.data = (1.0 if "norm" in name else 0.0) + 0.15 * torch.randn(weight.shape, generator=generator)
-    return model
+    def made(case):
+        folder, model = tmp_path_factory.mktemp("mixture"), theirs(case)
+        model.save_pretrained(folder)
+        return model.double(), load_model(folder, head="lm", dtype=torch.float64).requires_grad_()
+
+    return made
 
 
-def config_of(case: str, model) -> ModelConfig:
-    family, num_experts, k, inner, norm, dense, _ = CASES[case]
-    values = model.config
-    return ModelConfig(
-        "qwen3",
-        *(values.vocab_size, values.hidden_size, values.intermediate_size, values.num_hidden_layers),
-        *(values.num_attention_heads, values.num_key_value_heads),
-        getattr(values, "head_dim", None) or values.hidden_size // values.num_attention_heads,
-        rms_norm_eps=values.rms_norm_eps,
-        rope_theta=values.rope_parameters["rope_theta"],
-        tie_embeddings=values.tie_word_embeddings,
-        qk_norm=family != "mixtral",
-        qk_norm_of_all=family == "olmoe",
-        num_experts=num_experts,
-        experts_per_token=k,
-        expert_size=inner,
-        num_dense_layers=dense,
-        norm_topk=norm,
-    )
-
-
-def ours(case: str, model) -> Transformer:
-    """Returns the same weights in our transformer."""
-    mine = Transformer(config_of(case, model), head="lm")
-    state = {}
-    for name, weight in model.state_dict().items():
-        name = name.removeprefix("model.")
-        is_of_experts = ".experts." in name
-        state[f"{name}.weight" if is_of_experts else name] = weight.flatten(0, 1) if is_of_experts else weight
-    if mine.config.tie_embeddings:
-        del state["lm_head.weight"]
-    mine.load_state_dict(state)
-    return mine
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case):
-    model = theirs(case)
-    mine = ours(case, model)
-    tokens_BT = some_tokens(3, 41, 61)
-    with torch.no_grad():
-        expected = model(tokens_BT).logits
-        got = mine.logits(mine(tokens_BT))
-    assert expected.abs().max() > 0.3
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-
-
-LENGTHS = (7, 3, 5)
+@pytest.mark.parametrize("case", ["dense first", "norms of all heads", "all of 5"])
+def test_gradients_equal_transformers(case, saved):
+    model, mine = saved(case)
+    model.set_experts_implementation("eager")
+    both = model(TOKENS_BT).logits, mine.logits(mine(TOKENS_BT))
+    torch.testing.assert_close(*both, atol=2e-6, rtol=0)  # its norms and router are float32 here, too
+    for logits in both:
+        (logits * logits.detach().cos()).sum().backward()
+    theirs_of = {name.removeprefix("model."): one.grad for name, one in model.named_parameters()}
+    for name, one in mine.named_parameters():
+        expected = theirs_of[name.removesuffix(".weight") if ".experts." in name else name]
+        torch.testing.assert_close(one.grad.view_as(expected), expected, atol=1e-5, rtol=1e-5)
 
 
 def run(mine: Transformer, routes: Routes | None, *, recompute: bool = False) -> list[torch.Tensor]:
@@ -105,28 +54,81 @@ def run(mine: Transformer, routes: Routes | None, *, recompute: bool = False) ->
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_routes_are_recorded_and_replayed(recompute):
+def test_routes_are_recorded_and_replayed(recompute, saved):
     """Given ids equal to its own give a layer the same bits; others change outputs, and the router learns from them. A
     layer that is computed again is neither recorded nor counted twice."""
-    case = "qwen3 dense first, tied"
-    mine = ours(case, theirs(case)).requires_grad_()
+    _, mine = saved("dense first")
     plain, own = run(mine, None), Routes()
     assert all(map(torch.equal, plain, run(mine, own, recompute=recompute)))
-    taken = own.taken
-    assert taken.shape == (sum(LENGTHS), 2, 4) and taken.dtype == torch.uint8  # of sparse layers
+    taken, num = own.taken, sum(LENGTHS)
+    assert taken.shape == (num, 1, 4) and taken.dtype == torch.uint8  # of sparse layers
     assert (taken.int().diff(dim=-1) > 0).all() and own.num_given == own.num_disagreeing == 0
     again = Routes(taken)
     assert all(map(torch.equal, plain, run(mine, again, recompute=recompute)))
-    assert again.num_given == 2 * sum(LENGTHS) and again.num_disagreeing == 0 and torch.equal(again.taken, taken)
+    assert again.num_given == num and again.num_disagreeing == 0 and torch.equal(again.taken, taken)
 
     other = taken.clone()
-    other[2, 1] = torch.tensor([i for i in range(16) if i not in taken[2, 1]][:4])
-    given = Routes(other, torch.arange(sum(LENGTHS)) != 5)
+    other[2, 0] = torch.tensor([i for i in range(16) if i not in taken[2, 0]][:4])
+    given = Routes(other, torch.arange(num) != 5)
     found = run(mine, given, recompute=recompute)
-    assert given.num_given == 2 * sum(LENGTHS) - 2 and given.num_disagreeing == 1 and torch.equal(given.taken, other)
+    assert given.num_given == num - 1 and given.num_disagreeing == 1 and torch.equal(given.taken, other)
     changed = ((found[0] - plain[0]).abs() > 1e-4).any(dim=-1)
-    assert changed.tolist() == [index == 2 for index in range(sum(LENGTHS))]  # in the last layer, so no other token
-    assert mine.layers["2"].mlp.gate.weight.grad[other[2, 1].long()].abs().min() > 0
+    assert changed.tolist() == [index == 2 for index in range(num)]  # in the last layer, so no other token
+    assert mine.layers["1"].mlp.gate.weight.grad[other[2, 0].long()].abs().min() > 0
     few = Routes(other[:4])  # the rest is padding
     run(mine, few, recompute=recompute)
-    assert few.num_disagreeing == 1 and few.num_given == 8 and torch.equal(few.taken[4:], taken[4:])
+    assert few.num_disagreeing == 1 and few.num_given == 4 and torch.equal(few.taken[4:], taken[4:])
+
+
+def test_of_equal_experts_the_first_are_taken():
+    router_ED = torch.tensor([[1.0, 0.0], [2.0, 0.0], [2.0, 0.0], [2.0, 0.0], [0.0, 9.0]])
+    _, ids_Nk = choose(torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]), router_ED, 2)
+    assert ids_Nk.tolist() == [[1, 2], [0, 4], [0, 4]]
+
+
+def some_rows(num: int, *, experts: int = 6, hidden: int = 40, inner: int = 24, k: int = 2) -> list:
+    """Returns rows, their experts but for the last one, weights, and matrices."""
+    generator = torch.Generator().manual_seed(num)
+    x_ND = torch.randn(num, hidden, generator=generator)
+    ids_Nk = torch.rand(num, experts - 1, generator=generator).argsort()[:, :k].sort().values
+    weights_Nk = torch.rand(num, k, generator=generator)
+    gate_ups = torch.randn(experts, 2 * inner, hidden, generator=generator).div(7)
+    downs = torch.randn(experts, hidden, inner, generator=generator).div(5)
+    return [x_ND, ids_Nk, weights_Nk, [*gate_ups], [*downs]]
+
+
+def test_a_sum_of_slices_is_the_mixture_and_no_expert_lacks_a_gradient():
+    x_ND, ids_Nk, weights_Nk, gate_ups, downs = some_rows(9)
+    slow_ND = torch.zeros_like(x_ND)
+    for n, e in ((n, e) for n in range(9) for e in range(2)):
+        gate_I, up_I = (gate_ups[ids_Nk[n, e]] @ x_ND[n]).chunk(2)
+        slow_ND[n] += weights_Nk[n, e] * (downs[ids_Nk[n, e]] @ (torch.nn.functional.silu(gate_I) * up_I))
+    matrices = [one.requires_grad_() for one in (*gate_ups, *downs)]
+    whole_ND = mixture(x_ND, ids_Nk, weights_Nk, gate_ups, downs, gated=swiglu)
+    torch.testing.assert_close(whole_ND, slow_ND, atol=1e-5, rtol=1e-5)
+    parts = [
+        mixture(x_ND, ids_Nk, weights_Nk, gate_ups[i : i + 3], downs[i : i + 3], first=i, gated=swiglu) for i in (0, 3)
+    ]
+    torch.testing.assert_close(parts[0] + parts[1], whole_ND)
+    nothing_ND = mixture(x_ND, ids_Nk, weights_Nk, gate_ups[5:], downs[5:], first=5, gated=swiglu)
+    (whole_ND + nothing_ND).sum().backward()
+    assert not nothing_ND.any() and not matrices[5].grad.any() and all(one.grad is not None for one in matrices[:5])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["native", "onednn"])
+def test_a_row_has_the_same_bits_alone(name, dtype):
+    if not LIBRARIES[name].exists(DTYPES[dtype]):
+        pytest.skip(f"no {name} for {dtype} here")
+    given, matrices = some_rows(32)[:3], some_rows(32)[3:]
+    x_ND, ids_Nk, weights_Nk = given[0].to(DTYPES[dtype]), given[1], given[2].to(DTYPES[dtype])
+    gate_ups, downs = ([one.to(DTYPES[dtype]) for one in of] for of in matrices)
+    use({dtype: Choice(name)})
+    try:
+        with torch.no_grad():
+            beside_ND = mixture(x_ND, ids_Nk, weights_Nk, gate_ups, downs, gated=silu_mul)
+            for row in (slice(n, n + 1) for n in range(32)):
+                alone_1D = mixture(x_ND[row], ids_Nk[row], weights_Nk[row], gate_ups, downs, gated=silu_mul)
+                assert torch.equal(alone_1D, beside_ND[row]), row
+    finally:
+        use({})

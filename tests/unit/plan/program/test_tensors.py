@@ -31,6 +31,16 @@ FAMILIES = {
     "llama, every bias": dataclasses.replace(LLAMA, attention_bias=True, attention_output_bias=True, mlp_bias=True),
     "qwen2": dataclasses.replace(LLAMA, model_type="qwen2", attention_bias=True),
     "qwen3": dataclasses.replace(LLAMA, model_type="qwen3", qk_norm=True, head_dim=4, tie_embeddings=True),
+    "mixture": dataclasses.replace(
+        LLAMA,
+        model_type="olmoe",
+        qk_norm=True,
+        qk_norm_of_all=True,
+        num_experts=6,
+        experts_per_token=2,
+        expert_size=5,
+        num_dense_layers=1,
+    ),
 }
 
 
@@ -49,6 +59,11 @@ def shape_of(config: ModelConfig, head: str) -> ModelShape:
         output_bias=config.attention_output_bias,
         mlp_bias=config.mlp_bias,
         qk_norm=config.qk_norm,
+        qk_norm_of_all=config.qk_norm_of_all,
+        num_experts=config.num_experts,
+        experts_per_token=config.experts_per_token,
+        expert_size=config.expert_size,
+        num_dense_layers=config.num_dense_layers,
     )
 
 
