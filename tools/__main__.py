@@ -24,6 +24,7 @@ TOOLS = {
     },
     "embedded": {
         "demo-pipeline": "SFT, a reward model, PPO and DPO on the embedded models, and their curves on one page",
+        "make-mixture": "rlhf_spmd/embedded/mixture: a mixture of experts that often forgets to carry",
         "rank-pairs": "pairs of a file of samples, ranked by the grammar, for reward_model and dpo",
     },
 }

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench.faults.faults import STRATEGIES, strategy_words
+from rlhf_spmd import embedded
 from tests import warm as forks
 from tests.folders import write_all
 from tests.started import Started, num_iterations, outcome
@@ -64,6 +65,17 @@ def kill_and_resume(overrides, folder: Path, num_ranks: int, *strategy: str, see
 
 def test_killed_and_resumed_is_the_same_run(overrides, tmp_path):
     kill_and_resume(overrides, tmp_path, 2, seed=1)
+
+
+def test_a_mixture_of_experts(tmp_path):
+    """GRPO with the experts that generation took, which are part of the batch."""
+    sizes = ["iterations=5", "checkpoint.every=1", "rollout_batch=32", "mini_batch=16", "micro_batch=8", "num_samples=2"]
+    words = ["--preset", "arithmetic", "--model", embedded.path_of("mixture/actor"), *sizes, "eval.every=5"]
+    kill_and_resume(words, tmp_path, 2, seed=2)
+    rows = [json.loads(line) for line in (tmp_path / "undisturbed" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["route_disagreement"] for row in rows] == [0.0] * 5
+    transformers = pytest.importorskip("transformers")
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "undisturbed" / "actor").num_parameters() > 8e5
 
 
 @pytest.mark.slow
