@@ -16,7 +16,7 @@ demo: .venv/.installed  ## four ranks train the embedded model with PPO by separ
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny --strategy separation
 
 demo-grpo: .venv/.installed  ## four ranks teach the embedded arithmetic model to carry, with GRPO (half a minute)
-	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset arithmetic
+	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset arithmetic $(if $(MODEL),--model $(MODEL))
 
 demo-tools: .venv/.installed  ## four ranks teach an embedded model to use two tools, with GRPO over several turns (a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tools

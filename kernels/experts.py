@@ -19,13 +19,13 @@ from rlhf_spmd.kernels.products import Packed, in_use, product
 
 
 def choose(x_ND: Tensor, router_ED: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns the probabilities p_NE of a router and the k most probable experts ids_Nk, in ascending order; of equal
-    ones the first. In float32 or wider, by the library of the dtype of x."""
+    """Returns the logits_NE of a router and the k most probable experts ids_Nk, in ascending order; of equal ones the
+    first. In float32 or wider, by the library of the dtype of x."""
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     logits_NE = product(x_ND.to(wide), router_ED.to(wide), library=in_use(x_ND.dtype))
-    p_NE = logits_NE.softmax(dim=-1)
-    best_NE = p_NE.detach().sort(dim=-1, descending=True, stable=True).indices  # topk promises no order
-    return p_NE, best_NE[:, :k].sort(dim=-1).values
+    p_NE = logits_NE.detach().softmax(dim=-1)
+    best_NE = p_NE.sort(dim=-1, descending=True, stable=True).indices  # topk promises no order
+    return logits_NE, best_NE[:, :k].sort(dim=-1).values
 
 
 def mixture(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.config.forecast_options import read_forecast_episodes, read_forecast_lengths
@@ -143,6 +143,8 @@ class Experts:
 
     # train a mixture with the experts that its tokens took in generation; false: with those that its router chooses
     replay: bool = True
+    balance_coef: NonNegativeFloat = 0.0  # of the load-balancing loss of the routers of a mixture that replays
+    z_coef: NonNegativeFloat = 0.0  # of the mean of logsumexp(logits)^2 of these routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,6 +449,11 @@ def make_workload(config: Config) -> Workload:
         workflow = _workflow(config, frozenset(mixtures))
     elif not mixtures and not config.experts.replay:
         raise UserError("experts.replay=false: no mixture of experts generates responses; drop the option")
+    if (config.experts.balance_coef or config.experts.z_coef) and not (mixtures and config.experts.replay):
+        raise UserError(
+            "experts.balance_coef and z_coef: these losses count the experts that a mixture took when it generated; "
+            "generate with a mixture and experts.replay=true, or drop them"
+        )
     adds_adapters = config.lora.generate == "joined"
     generating = [shapes[call.model] for call in workflow.generate_calls]
     if adds_adapters and not any(shape and shape.adapters for shape in generating):

@@ -49,9 +49,10 @@ class SparseMLP(nn.Module):
 
     def route(self, x_ND: Tensor, routes: Routes | None) -> tuple[Tensor, Tensor]:
         """Returns the experts of each token, in ascending order, and their weights [N, k]."""
-        p_NE, ids_Nk = choose(x_ND, self._modules["gate"].weight, self.k)
-        ids_Nk = ids_Nk if routes is None else routes.at(self.layer, ids_Nk)
-        weights_Nk = p_NE.gather(1, ids_Nk)
+        logits_NE, ids_Nk = choose(x_ND, self._modules["gate"].weight, self.k)
+        if routes is not None:
+            ids_Nk, logits_NE = routes.at(self.layer, ids_Nk), routes.with_losses(self.layer, logits_NE)
+        weights_Nk = logits_NE.softmax(dim=-1).gather(1, ids_Nk)
         if self.norm_topk:
             weights_Nk = weights_Nk / weights_Nk.sum(dim=-1, keepdim=True)
         return ids_Nk, weights_Nk.to(x_ND.dtype)

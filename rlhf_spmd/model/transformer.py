@@ -29,7 +29,7 @@ from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
 from rlhf_spmd.kernels.triton_import import fused
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import AttentionContext, Padded
-from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.config import MOST_EXPERTS, ModelConfig
 from rlhf_spmd.model.experts import SparseMLP
 from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Again, Linear, LowRank, Weight, lay_adjacent, together
 from rlhf_spmd.model.norm import RMSNorm, normed_sum, sum_of
@@ -45,7 +45,6 @@ from rlhf_spmd.model.parallel import (
     sum_over,
     vocabulary_of,
 )
-from rlhf_spmd.model.routes import MOST_EXPERTS
 from rlhf_spmd.plan.adapters import A, Adapters, is_factor, site
 from rlhf_spmd.plan.shard import Shard
 

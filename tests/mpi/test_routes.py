@@ -48,9 +48,11 @@ CONFIGS = {
     "plain": [],
     "recompute": ["ppo.old_logprobs=recompute", "generation.top_k=15"],
     "router": ["experts.replay=false"],
+    "losses": ["experts.balance_coef=0.5", "experts.z_coef=0.1", "micro_batch=3"],
 }
 CASES = [(name, "plain") for name in PLACEMENTS]
 CASES += [("stages", "recompute"), ("separation", "recompute"), ("data", "router")]
+CASES += [(name, "losses") for name in ("data", "slices", "stages")]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +93,8 @@ def test_a_mixture_equals_the_run_on_one_rank(placement, config, world, folder, 
     for metrics, expected in zip(history, alone[config], strict=True):
         assert metrics["parity_max_abs"] < 1e-4
         assert metrics.get("route_disagreement") == (0.0 if replays else None)
-        for name in ("policy_loss", "actor_grad_norm", "kl", "value_loss"):
+        losses = ("router_balance", "router_z", "router_entropy") if config == "losses" else ()
+        for name in ("policy_loss", "actor_grad_norm", "kl", "value_loss", *losses):
             assert error(metrics[name], expected[name]) <= TOLERANCE, (name, metrics[name], expected[name])
         assert metrics["moved_bytes"] == sum(transfer.num_bytes for transfer in program.transfers)
     assert ("responses.routes" in program.workload.workflow.shapes) == replays

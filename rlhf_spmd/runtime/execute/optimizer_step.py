@@ -23,11 +23,13 @@ from torch import Tensor
 from rlhf_spmd.algorithms.controllers import learning_rate, warmup_steps_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import sequences
+from rlhf_spmd.model.routes import RouterLosses
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.calls import DIVISORS, LossCall, Train
 from rlhf_spmd.plan.layout import cut
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.runtime_words import LAG_SHARE, LOGPROBS, PLACES_USED, STEP_TOKENS, STEPS_MADE, SUMS
+from rlhf_spmd.plan.runtime_words import LAG_SHARE, LOGPROBS, PLACES_USED, STEP_TOKENS, STEPS_MADE, SUMS, routes_of
+from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
 from rlhf_spmd.runtime.execute import iteration
 from rlhf_spmd.runtime.execute.iteration import ALL, NUMBER, Iteration, Rows, Store, kept_of, mask_of
@@ -37,6 +39,7 @@ from rlhf_spmd.runtime.execute.parity_gate import corrects, log_lag, parity_gate
 from rlhf_spmd.runtime.execute.passes import Passes
 from rlhf_spmd.runtime.world.metric_sums import Meter
 
+ROUTER_LOSSES = ("router_balance", "router_z", "router_entropy")  # in the log: of RouterLosses.sums
 CANCELLED = 1e-6  # times the sum of their sizes: a smaller sum of numbers is what rounding leaves of them
 
 
@@ -126,7 +129,10 @@ class OptimizerStep(Passes):
         counted = [divisor_of(call, counted_rows)]
         if functions.sums is not None:
             counted.append(called(job, call, stored_arguments(job, call, counted_rows), "sums"))
-        of_divisor, sums = job.reduced(torch.cat(counted), run).tensor_split([len(counted[0])])
+        num_sums, routes = sum(map(len, counted)), routes_of(call.responses[0])
+        if routes in call.inputs:
+            counted.append(route_counts(call, counted_rows, job.workload.shape(call.model)).flatten())
+        of_divisor, sums, choices = job.reduced(torch.cat(counted), run).tensor_split([len(counted[0]), num_sums])
         self.divisor = checked_divisor(of_divisor.tolist(), call, job.config.algorithm.name)  # 0: there is no row
         self.stats: list[Mapping[str, tuple]] = []
         self.inputs: dict[int, Tensor] = {}  # of a stage's micro-batches between forward and backward
@@ -141,6 +147,22 @@ class OptimizerStep(Passes):
         self.micro_batches, self.prepared = _micro_batches(job, call, run, rows, made)
         dropout = iteration.dropout_of(job.config.seed, job.workload.shape(call.model).adapters, call.model, number)
         self.batches = [iteration.sequences_of(call, part, dropout) for part in self.micro_batches]
+        if len(choices):
+            self._balance(choices.view(-1, job.workload.shape(call.model).num_experts))
+
+    def _balance(self, choices_LE: Tensor) -> None:
+        """Logs how often each expert of a layer is chosen in the mini-batch of all ranks, and gives the losses of the
+        routers to the rank that holds a stage's first slice."""
+        experts, shape = self.job.config.experts, self.job.workload.shape(self.call.model)
+        if self.job.layout(self.call).dp_index(self.job.world.rank) == 0:
+            self.route_meter.add("expert_load", choices_LE.max() / choices_LE.mean(), 1)
+        number = float(choices_LE.sum()) / shape.experts_per_token
+        if not (experts.balance_coef or experts.z_coef) or self.model.parallel.shard.tp_index:
+            return
+        for batch in self.batches:
+            assert batch.routes is not None
+            shares_E = choices_LE.sum(0) / number
+            batch.routes.losses = RouterLosses(shares_E, number, experts.balance_coef, experts.z_coef)
 
     def within(self) -> AbstractContextManager[object]:
         """Implements `Passes.within`; an engine has its weights."""
@@ -192,6 +214,10 @@ class OptimizerStep(Passes):
 
     def close(self) -> None:
         """Updates the weights. Raises UserError if the gradient was not finite."""
+        for losses in (batch.routes.losses for batch in self.batches if batch.routes is not None):
+            for of_layer_4 in () if losses is None else losses.sums.values():
+                for name, total in zip(ROUTER_LOSSES, of_layer_4[:-1].tolist(), strict=True):
+                    self.route_meter.add(name, total, float(of_layer_4[-1]))
         self.log(self.engine.update(lr=self.rate))
         if self.should_stop():
             self.stopped.add(self.call.model)
@@ -282,6 +308,17 @@ def divisor_of(call: LossCall, rows: Mapping[str, Tensor]) -> Tensor:
         return masks[0].new_tensor([len(masks[0])], dtype=torch.float64)
     counts = [mask.any(1).sum() if call.divisor == "responses" else mask.sum() for mask in masks]
     return torch.stack(counts).sum().double()[None]
+
+
+def route_counts(call: LossCall, rows: Mapping[str, Tensor], shape: ModelShape) -> Tensor:
+    """Returns how often each expert of each sparse layer is chosen in these rows, float64 [L, E]."""
+    responses = call.responses[0]
+    routes_BTLk = rows[routes_of(responses)]
+    took_B = sum((rows[key] >= 0).sum(1) for key in (call.prompts, responses)) - 1  # the last token took none
+    took_BT = torch.arange(routes_BTLk.shape[1]) < took_B[:, None]
+    ids_NLk = routes_BTLk[took_BT].long() + shape.num_experts * torch.arange(shape.num_sparse_layers)[:, None]
+    counts = torch.bincount(ids_NLk.flatten(), minlength=shape.num_sparse_layers * shape.num_experts)
+    return counts.view(-1, shape.num_experts).double()
 
 
 def checked_divisor(found: Sequence[float], call: LossCall, page: str) -> float:

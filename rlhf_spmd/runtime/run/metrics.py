@@ -38,6 +38,10 @@ GENERATION = {
     "parity_mean_abs": Metric("generation"),
     # of mixtures of experts: share of the choices of routers that training would have made otherwise
     "route_disagreement": Metric("generation"),
+    # of these: choices of the expert of a layer that is chosen most, relative to the mean, per mini-batch; with a
+    # coefficient in experts: load-balancing and z-loss, and the entropy of a router, nats
+    "expert_load": Metric("optimizer"),
+    **{name: Metric("optimizer") for name in ("router_balance", "router_z", "router_entropy")},
     # where batches are drawn ahead: iterations that have trained since, and what parity_ is for weights that have not
     "lag": Metric("generation"),
     "lag_max_abs": Metric("generation"),

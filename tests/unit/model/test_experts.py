@@ -8,7 +8,7 @@ from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, Choice, use
 from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
 from rlhf_spmd.model.attention import Packed
 from rlhf_spmd.model.hf import load_model
-from rlhf_spmd.model.routes import Routes
+from rlhf_spmd.model.routes import RouterLosses, Routes
 from rlhf_spmd.model.transformer import Transformer
 from tests.unit.model.families.test_mixtures import theirs
 from tests.unit.model.test_hf import TOKENS_BT
@@ -132,3 +132,36 @@ def test_a_row_has_the_same_bits_alone(name, dtype):
                 assert torch.equal(alone_1D, beside_ND[row]), row
     finally:
         use({})
+
+
+def test_losses_of_routers_are_those_of_transformers():
+    """Their values and gradients, from two micro-batches of tokens of which some do not count."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    layers, num, experts, k, balance, z = 3, 20, 8, 2, 0.3, 0.2
+    generator = torch.Generator().manual_seed(5)
+    logits_LNE = torch.randn(layers, num, experts, generator=generator, dtype=torch.float64).requires_grad_()
+    counts_N = torch.rand(num, generator=generator) < 0.8
+    counted_LnE = logits_LNE[:, counts_N]
+    theirs_balance = load_balancing_loss_func(tuple(counted_LnE), experts, k)
+    theirs_z = counted_LnE.logsumexp(dim=-1).square().mean()
+    (balance * theirs_balance + z * theirs_z).backward()
+
+    number = counted_LnE.shape[:2].numel()
+    ids = counted_LnE.detach().topk(k).indices
+    shares_E = torch.bincount(ids.flatten(), minlength=experts) / number
+    sums, found_LNE = torch.zeros(4, dtype=torch.float64), torch.zeros_like(logits_LNE)
+    for part in (slice(0, 12), slice(12, num)):
+        for layer in range(layers):
+            routes = Routes(torch.zeros(num, layers, k, dtype=torch.uint8)[part], counts_N[part])
+            routes.losses = RouterLosses(shares_E, number, balance, z)
+            logits_nE = logits_LNE[layer, part].detach().requires_grad_()
+            made_nE = routes.with_losses(layer, logits_nE)
+            assert torch.equal(made_nE, logits_nE)
+            made_nE.mul(0.0).sum().backward()
+            found_LNE[layer, part] = logits_nE.grad
+            sums += routes.losses.sums[layer]
+    torch.testing.assert_close(found_LNE, logits_LNE.grad, atol=1e-6, rtol=1e-6)
+    expected = torch.stack((theirs_balance, theirs_z)).detach()
+    torch.testing.assert_close(sums[:2] / number, expected, atol=1e-6, rtol=1e-6)
+    assert sums[3] == number
