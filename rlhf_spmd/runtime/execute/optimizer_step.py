@@ -13,8 +13,8 @@ weights nor the optimizer's state move. Only the schedule of the learning rate c
 # M mini-batches, C columns, B sequences of a micro-batch, G response tokens
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -23,23 +23,20 @@ from torch import Tensor
 from rlhf_spmd.algorithms.controllers import learning_rate, warmup_steps_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import sequences
-from rlhf_spmd.model.routes import RouterLosses
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.calls import DIVISORS, LossCall, Train
 from rlhf_spmd.plan.layout import cut
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.runtime_words import LAG_SHARE, LOGPROBS, PLACES_USED, STEP_TOKENS, STEPS_MADE, SUMS, routes_of
-from rlhf_spmd.plan.workload import ModelShape
+from rlhf_spmd.plan.runtime_words import LAG_SHARE, LOGPROBS, PLACES_USED, STEP_TOKENS, STEPS_MADE, SUMS
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
-from rlhf_spmd.runtime.execute import iteration
+from rlhf_spmd.runtime.execute import iteration, router_losses
 from rlhf_spmd.runtime.execute.iteration import ALL, NUMBER, Iteration, Rows, Store, kept_of, mask_of
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.page_functions import called, read_loss, stored_arguments
 from rlhf_spmd.runtime.execute.parity_gate import corrects, log_lag, parity_gate, route_gate
-from rlhf_spmd.runtime.execute.passes import Passes
+from rlhf_spmd.runtime.execute.passes import Passes, deterministic
 from rlhf_spmd.runtime.world.metric_sums import Meter
 
-ROUTER_LOSSES = ("router_balance", "router_z", "router_entropy")  # in the log: of RouterLosses.sums
 CANCELLED = 1e-6  # times the sum of their sizes: a smaller sum of numbers is what rounding leaves of them
 
 
@@ -129,9 +126,8 @@ class OptimizerStep(Passes):
         counted = [divisor_of(call, counted_rows)]
         if functions.sums is not None:
             counted.append(called(job, call, stored_arguments(job, call, counted_rows), "sums"))
-        num_sums, routes = sum(map(len, counted)), routes_of(call.responses[0])
-        if routes in call.inputs:
-            counted.append(route_counts(call, counted_rows, job.workload.shape(call.model)).flatten())
+        shape, num_sums = job.workload.shape(call.model), sum(map(len, counted))
+        counted.append(router_losses.choices(call, counted_rows, shape))
         of_divisor, sums, choices = job.reduced(torch.cat(counted), run).tensor_split([len(counted[0]), num_sums])
         self.divisor = checked_divisor(of_divisor.tolist(), call, job.config.algorithm.name)  # 0: there is no row
         self.stats: list[Mapping[str, tuple]] = []
@@ -145,28 +141,16 @@ class OptimizerStep(Passes):
             given = stored_arguments(job, call, rows) | {SUMS: sums, "divisor": of_divisor[0]}
             made = called(job, call, given, "prepare")
         self.micro_batches, self.prepared = _micro_batches(job, call, run, rows, made)
-        dropout = iteration.dropout_of(job.config.seed, job.workload.shape(call.model).adapters, call.model, number)
+        dropout = iteration.dropout_of(job.config.seed, shape.adapters, call.model, number)
         self.batches = [iteration.sequences_of(call, part, dropout) for part in self.micro_batches]
-        if len(choices):
-            self._balance(choices.view(-1, job.workload.shape(call.model).num_experts))
-
-    def _balance(self, choices_LE: Tensor) -> None:
-        """Logs how often each expert of a layer is chosen in the mini-batch of all ranks, and gives the losses of the
-        routers to the rank that holds a stage's first slice."""
-        experts, shape = self.job.config.experts, self.job.workload.shape(self.call.model)
-        if self.job.layout(self.call).dp_index(self.job.world.rank) == 0:
-            self.route_meter.add("expert_load", choices_LE.max() / choices_LE.mean(), 1)
-        number = float(choices_LE.sum()) / shape.experts_per_token
-        if not (experts.balance_coef or experts.z_coef) or self.model.parallel.shard.tp_index:
-            return
-        for batch in self.batches:
-            assert batch.routes is not None
-            shares_E = choices_LE.sum(0) / number
-            batch.routes.losses = RouterLosses(shares_E, number, experts.balance_coef, experts.z_coef)
+        self.routes = [batch.routes for batch in self.batches if batch.routes is not None]  # of a mixture
+        if self.routes:
+            meter, is_first = self.route_meter, self.model.parallel.shard.tp_index == 0
+            router_losses.begin(self.routes, choices, shape, job.config.experts, meter, counts=is_first)
 
     def within(self) -> AbstractContextManager[object]:
         """Implements `Passes.within`; an engine has its weights."""
-        return _deterministic() if self.job.config.deterministic else nullcontext()
+        return deterministic() if self.job.config.deterministic else nullcontext()
 
     def forward(self, index: int, received_nD: Tensor | None = None) -> Tensor | None:
         """Implements `Passes.forward`; the last stage computes the micro-batch's share of the global loss."""
@@ -177,9 +161,8 @@ class OptimizerStep(Passes):
         def through(model: Transformer) -> Tensor:
             """Returns the output of this stage; of the last one the loss."""
             output_nD = sequences.forward(model, batch, received_nD)
-            is_first = (
-                self.call.drawn and self.run.epoch == 0 and self.run.mini_batch == 0
-            )  # the weights that generated
+            # the weights that generated
+            is_first = self.call.drawn and self.run.epoch == 0 and self.run.mini_batch == 0
             if is_first and batch.routes is not None and not self.job.program.placement.ahead:
                 route_gate(self.job.config, batch.routes, self.route_meter, corrected=corrects(self.call))
             if not is_last:
@@ -214,10 +197,7 @@ class OptimizerStep(Passes):
 
     def close(self) -> None:
         """Updates the weights. Raises UserError if the gradient was not finite."""
-        for losses in (batch.routes.losses for batch in self.batches if batch.routes is not None):
-            for of_layer_4 in () if losses is None else losses.sums.values():
-                for name, total in zip(ROUTER_LOSSES, of_layer_4[:-1].tolist(), strict=True):
-                    self.route_meter.add(name, total, float(of_layer_4[-1]))
+        router_losses.log(self.routes, self.route_meter)
         self.log(self.engine.update(lr=self.rate))
         if self.should_stop():
             self.stopped.add(self.call.model)
@@ -258,18 +238,6 @@ class OptimizerStep(Passes):
         return weight > 0 and not total / weight <= limit
 
 
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Makes torch compute the same bits each time: on a GPU the backward pass of attention, and of what reads by index,
-    adds in any order otherwise."""
-    torch.utils.deterministic.fill_uninitialized_memory = False  # which only finds faults
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def _micro_batches(job: Job, call: Train, run: Run, rows: Rows, prepared: Rows) -> tuple[list[Rows], list[Rows]]:
     """Cuts rows and prepared arguments, into the same number of micro-batches on every rank of the layout."""
     layout = job.layout(call)
@@ -308,17 +276,6 @@ def divisor_of(call: LossCall, rows: Mapping[str, Tensor]) -> Tensor:
         return masks[0].new_tensor([len(masks[0])], dtype=torch.float64)
     counts = [mask.any(1).sum() if call.divisor == "responses" else mask.sum() for mask in masks]
     return torch.stack(counts).sum().double()[None]
-
-
-def route_counts(call: LossCall, rows: Mapping[str, Tensor], shape: ModelShape) -> Tensor:
-    """Returns how often each expert of each sparse layer is chosen in these rows, float64 [L, E]."""
-    responses = call.responses[0]
-    routes_BTLk = rows[routes_of(responses)]
-    took_B = sum((rows[key] >= 0).sum(1) for key in (call.prompts, responses)) - 1  # the last token took none
-    took_BT = torch.arange(routes_BTLk.shape[1]) < took_B[:, None]
-    ids_NLk = routes_BTLk[took_BT].long() + shape.num_experts * torch.arange(shape.num_sparse_layers)[:, None]
-    counts = torch.bincount(ids_NLk.flatten(), minlength=shape.num_sparse_layers * shape.num_experts)
-    return counts.view(-1, shape.num_experts).double()
 
 
 def checked_divisor(found: Sequence[float], call: LossCall, page: str) -> float:

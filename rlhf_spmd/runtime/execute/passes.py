@@ -6,7 +6,8 @@ for any kind of call.
 
 # n tokens of a tp rank's share, D hidden
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -106,3 +107,15 @@ def through_stages(passes: Passes, recorder: Tracer) -> None:
                 pending[step.transfer] = dist.batch_isend_irecv([operation]), message, buffer_nD
     if not isinstance(passes.call, Train):
         passes.close()
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Makes torch compute the same bits each time: on a GPU the backward pass of attention, and of what reads by index,
+    adds in any order otherwise."""
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which only finds faults
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -93,7 +93,7 @@ MIXTURE = ModelShape(2, 8, 16, 8, 4, 4, 32, num_experts=6, experts_per_token=2, 
 
 
 @pytest.mark.parametrize(
-    ("shape", "layout", "device", "text"),
+    ("shape", "layout", "kind", "text"),
     [
         (MIXTURE, {"tp": 4}, "cpu", "tp 4 cannot cut actor, which has 6 experts, .*; use tp 3"),
         (replace(MIXTURE, qk_norm=True, qk_norm_of_all=True), {"tp": 2}, "cpu", "norms over all heads.*; use tp 1"),
@@ -107,20 +107,20 @@ MIXTURE = ModelShape(2, 8, 16, 8, 4, 4, 32, num_experts=6, experts_per_token=2, 
         ),
     ],
 )
-def test_what_mixtures_cannot_have_is_refused_and_not_searched(shape, layout, device, text):
-    workload, cluster = make_workload(shape=shape), Cluster.parse("1x4", device)
+def test_what_mixtures_cannot_have_is_refused_and_not_searched(shape, layout, kind, text):
+    workload, cluster = make_workload(shape=shape), Cluster.parse("1x4", kind)
     grid = Layout.grid_of(range(4), **layout)
     layouts = dict.fromkeys((call.name for call in workload.workflow.placed_calls), grid)
     with pytest.raises(UserError, match=text):
         validate(Placement(layouts), workload, cluster)
-    for call in workload.workflow.placed_calls if device == "cpu" else ():
+    for call in workload.workflow.placed_calls if kind == "cpu" else ():
         found = [one for mesh in meshes(cluster) for one in layouts_of(call, mesh, workload, cluster)]
         assert found and all(one.zero < 2 and shape.most_tp(one.tp) == one.tp for one in found)
         assert {one.tp for one in found} == ({1} if shape.qk_norm_of_all else {1, 2, 3})
     assert workload.largest_tp(cluster) == (1 if shape.qk_norm_of_all else 2)
-    if device != "cpu":
+    if kind != "cpu":
         with pytest.raises(UserError, match=text):
-            search(workload, cluster, load_calibration(device))
+            search(workload, cluster, load_calibration(kind))
 
 
 def test_a_frozen_model_is_sharded_by_zero_3_where_all_its_calls_are():

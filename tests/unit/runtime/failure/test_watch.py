@@ -105,17 +105,22 @@ def used_by_a_thread(name: bytes, seconds: float) -> Iterator[None]:
     [(b"NCCL Progress 1", False), (b"pt_nccl_watchdg", False), (b"cuda-EvtHandlr", False), (b"a (NCCL) :)", True)],
 )
 def test_what_waits_for_a_peer_is_not_at_work(name, counts):
-    """A rank that waits in NCCL for another node keeps a processor busy."""
-    world, used_s = Alone(), 0.6
+    """A rank that waits in NCCL for another node keeps a processor busy. Other threads of the tests add to what is
+    seen, so a few attempts may fail."""
+    assert (counts, counts) in (seen_work(name, 0.6) for _ in range(5))
+
+
+def seen_work(name: bytes, used_s: float) -> tuple[bool, bool]:
+    """Returns whether the watch, and the fields of the process, count the seconds of a thread of this name."""
+    world = Alone()
     world.deadline_s = 30.0  # of which a hundredth is work
     watch = Watch(world)
     watch._update()
     watch._active -= 100.0
     before_s = process_fields(os.getpid())[1]
     with used_by_a_thread(name, used_s):
-        assert (watch._update() < 50.0) == counts
-        found_s = process_fields(os.getpid())[1] - before_s
-        assert (found_s > used_s / 2) == counts
+        is_at_work = watch._update() < 50.0
+        return is_at_work, process_fields(os.getpid())[1] - before_s > used_s / 2
 
 
 @pytest.mark.parametrize(
