@@ -143,8 +143,8 @@ class Experts:
 
     # train a mixture with the experts that its tokens took in generation; false: with those that its router chooses
     replay: bool = True
-    balance_coef: NonNegativeFloat = 0.0  # of the load-balancing loss of the routers of a mixture that replays
-    z_coef: NonNegativeFloat = 0.0  # of the mean of logsumexp(logits)^2 of these routers
+    balance_coef: NonNegativeFloat = 0.0  # weight of the load-balancing loss of routers; 0: none
+    z_coef: NonNegativeFloat = 0.0  # weight of the routers' z-loss, the mean of logsumexp(logits)^2; 0: none
 
 
 @dataclass(frozen=True, slots=True)
