@@ -209,7 +209,8 @@ def test_the_metrics_of_ppo_keep_their_names_and_curves():
         "policy": "policy_loss clip_fraction entropy ratio approx_kl approx_kl_sq importance_weight rejected "
         "importance_max importance_truncated importance_ess generator_clip_fraction",
         "value": "value_loss value_clip_fraction value_error_sq value return",
-        "optimizer": "actor_grad_norm critic_grad_norm actor_lr critic_lr",
+        "optimizer": "actor_grad_norm critic_grad_norm actor_lr critic_lr expert_load router_balance router_z "
+        "router_entropy",
         "generation": "response_length ended_fraction parity_max_abs parity_mean_abs route_disagreement "
         "lag lag_max_abs lag_mean_abs gen_tokens",
         "speed": "gen_tokens_per_s moved_bytes moved_messages generate_s tflops mfu peak_bytes iteration_s",
