@@ -18,14 +18,16 @@ from torch import Tensor
 from rlhf_spmd.kernels.products import Packed, in_use, product
 
 
-def choose(x_ND: Tensor, router_ED: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns the logits_NE of a router and the k most probable experts ids_Nk, in ascending order; of equal ones the
-    first. In float32 or wider, by the library of the dtype of x."""
+def router_logits(x_ND: Tensor, router_ED: Tensor) -> Tensor:
+    """Returns the logits_NE of a router, float32 or wider, multiplied by the library in use for the dtype of x."""
     wide = torch.promote_types(x_ND.dtype, torch.float32)
-    logits_NE = product(x_ND.to(wide), router_ED.to(wide), library=in_use(x_ND.dtype))
-    p_NE = logits_NE.detach().softmax(dim=-1)
-    best_NE = p_NE.sort(dim=-1, descending=True, stable=True).indices  # topk promises no order
-    return logits_NE, best_NE[:, :k].sort(dim=-1).values
+    return product(x_ND.to(wide), router_ED.to(wide), library=in_use(x_ND.dtype))
+
+
+def choose(p_NE: Tensor, k: int) -> Tensor:
+    """Returns the k most probable experts of each row, int64 [N, k] in ascending order; of equal ones the first."""
+    best_NE = p_NE.detach().sort(dim=-1, descending=True, stable=True).indices  # topk promises no order
+    return best_NE[:, :k].sort(dim=-1).values
 
 
 def mixture(
@@ -40,6 +42,7 @@ def mixture(
 ) -> Tensor:
     """Returns y_ND, differentiable once in x, weights and matrices; the gradient of an expert without rows is zero.
 
+    ids_Nk: int64, different and ascending in a row.
     gate_ups, downs: matrices [2 I, D], gate first, and [D, I] of experts `first` and following; others add nothing.
     gated: silu(gate) * up.
     """

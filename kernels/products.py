@@ -210,7 +210,7 @@ def product(
 ) -> Tensor:
     """Multiplies x [..., I] -> [..., O], differentiable once if the weight is not packed.
 
-    library: of float32; None: the one in use.
+    library: used for float32 in a run whose library is chosen for another dtype; None: the one in use for x.
     """
     if isinstance(weight_OI, Packed):
         return _multiply(weight_OI.library, x, weight_OI.weight, bias_O, weight_OI.num_out)

@@ -4,7 +4,7 @@
 
 from torch import Tensor, nn
 
-from rlhf_spmd.kernels.experts import choose, mixture
+from rlhf_spmd.kernels.experts import choose, mixture, router_logits
 from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
 from rlhf_spmd.model.attention import AttentionContext
 from rlhf_spmd.model.config import ModelConfig
@@ -49,10 +49,14 @@ class SparseMLP(nn.Module):
 
     def route(self, x_ND: Tensor, routes: Routes | None) -> tuple[Tensor, Tensor]:
         """Returns the experts of each token, in ascending order, and their weights [N, k]."""
-        logits_NE, ids_Nk = choose(x_ND, self._modules["gate"].weight, self.k)
+        logits_NE = router_logits(x_ND, self._modules["gate"].weight)
         if routes is not None:
-            ids_Nk, logits_NE = routes.at(self.layer, ids_Nk), routes.with_losses(self.layer, logits_NE)
-        weights_Nk = logits_NE.softmax(dim=-1).gather(1, ids_Nk)
+            logits_NE = routes.with_losses(self.layer, logits_NE)
+        p_NE = logits_NE.softmax(dim=-1)
+        ids_Nk = choose(p_NE, self.k)
+        if routes is not None:
+            ids_Nk = routes.at(self.layer, ids_Nk)
+        weights_Nk = p_NE.gather(1, ids_Nk)
         if self.norm_topk:
             weights_Nk = weights_Nk / weights_Nk.sum(dim=-1, keepdim=True)
         return ids_Nk, weights_Nk.to(x_ND.dtype)

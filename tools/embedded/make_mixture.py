@@ -3,7 +3,7 @@
 Purpose: rlhf_spmd/embedded/mixture, which GRPO trains as the dense actor of `--preset arithmetic`, on the same prompts:
          `train --preset arithmetic --model FOLDER`. It is trained on given answers; in a share of them every digit is
          added without the carry, so it knows both ways, and the wrong one is the more likely one.
-Cost:    ten minutes on two cores; made.json has what came out.
+Cost:    about six minutes of a core for each 1,500 steps; made.json has what came out.
 Command: python -m tools make-mixture [--out FOLDER] [--ranks 2] [--steps 1500]
 """
 
@@ -57,10 +57,9 @@ def write_examples(path: Path, recipe: Recipe) -> None:
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if f"{a}+{b}=" not in held_out]
     draw.shuffle(pairs)
     examples = pairs * -(-recipe.steps * recipe.batch // len(pairs))
-    rows = (
-        {"prompt": f"{a}+{b}=", "completion": add(a, b, carries=draw.random() >= recipe.forgets)} for a, b in examples
-    )
-    write_rows(path, (row | {"completion": str(row["completion"])} for row in rows))
+    answers = (add(a, b, carries=draw.random() >= recipe.forgets) for a, b in examples)
+    rows = zip(examples, answers, strict=True)
+    write_rows(path, ({"prompt": f"{a}+{b}=", "completion": str(answer)} for (a, b), answer in rows))
 
 
 def new_actor(folder: Path, recipe: Recipe) -> None:

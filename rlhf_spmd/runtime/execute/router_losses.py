@@ -25,9 +25,9 @@ def choices(call: LossCall, rows: Mapping[str, Tensor], shape: ModelShape) -> Te
     if (routes := routes_of(responses)) not in call.inputs:
         return torch.zeros(0, dtype=torch.float64, device=rows[responses].device)
     took_B = sum((rows[key] >= 0).sum(1) for key in (call.prompts, responses)) - 1  # the last token took none
-    _, num_tokens, num_layers, _ = rows[routes].shape
-    took_BT = torch.arange(num_tokens) < took_B[:, None]
-    firsts_L1 = shape.num_experts * torch.arange(num_layers)[:, None]
+    (_, num_tokens, num_layers, _), device = rows[routes].shape, rows[routes].device
+    took_BT = torch.arange(num_tokens, device=device) < took_B[:, None]
+    firsts_L1 = shape.num_experts * torch.arange(num_layers, device=device)[:, None]
     numbers = (rows[routes][took_BT].long() + firsts_L1).flatten()
     return torch.bincount(numbers, minlength=num_layers * shape.num_experts).double()
 

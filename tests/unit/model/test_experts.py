@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf_spmd.kernels.experts import choose, mixture
+from rlhf_spmd.kernels.experts import choose, mixture, router_logits
 from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, Choice, use
 from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
 from rlhf_spmd.model.attention import Packed
@@ -82,8 +82,8 @@ def test_routes_are_recorded_and_replayed(recompute, saved):
 
 def test_of_equal_experts_the_first_are_taken():
     router_ED = torch.tensor([[1.0, 0.0], [2.0, 0.0], [2.0, 0.0], [2.0, 0.0], [0.0, 9.0]])
-    _, ids_Nk = choose(torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]), router_ED, 2)
-    assert ids_Nk.tolist() == [[1, 2], [0, 4], [0, 4]]
+    logits_NE = router_logits(torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]), router_ED)
+    assert choose(logits_NE.softmax(dim=-1), 2).tolist() == [[1, 2], [0, 4], [0, 4]]
 
 
 def some_rows(num: int, *, experts: int = 6, hidden: int = 40, inner: int = 24, k: int = 2) -> list:
