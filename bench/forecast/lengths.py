@@ -118,10 +118,10 @@ def planted() -> Iterator[dict[int, int]]:
     forward, submit = Layer.forward, Engine.submit
     tokens: dict[int, int] = {}
 
-    def slow(self: Any, x: Any, cos: Any, sin: Any, context: Any) -> Any:
+    def slow(self: Any, x: Any, turns: Any, context: Any) -> Any:
         group = self._modules["self_attn"].group  # plain attributes are functions while an engine runs
         time.sleep(layer_s(context, 1 if group is None else group.size(), trains=x.requires_grad))
-        return forward(self, x, cos, sin, context)
+        return forward(self, x, turns, context)
 
     def spread(self: Any, prompts: Any, bits_RG: Any, sampling: Any) -> range:
         if tokens:

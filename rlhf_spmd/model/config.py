@@ -31,6 +31,8 @@ _ROPE_NUMBERS = (
     *("beta_fast", "beta_slow"),
 )
 
+ROPE = "rope"  # that of most models' layers
+
 RANDOM = "random_weights.json"  # in the folder of a model whose weights are random, in place of them
 
 MOST_EXPERTS = 256  # whose numbers fit into the bytes of routes
@@ -143,6 +145,7 @@ class ModelConfig:
     kept: dict[str, Any] = field(default_factory=dict, hash=False)  # keys of config.json that are written again
     sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 tokens before it
     sliding_layers: tuple[int, ...] = ()  # the layers that have that window
+    layers_without_rope: tuple[int, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
@@ -195,6 +198,10 @@ class ModelConfig:
         """Returns how many tokens a query in this layer sees, including its own; None: all of them."""
         return self.sliding_window if layer in self.sliding_layers else None
 
+    def rope_of(self, layer: int) -> str | None:
+        """Returns which rope turns the queries and keys of this layer; None: they are not turned."""
+        return None if layer in self.layers_without_rope else ROPE
+
 
 def from_hf(values: dict[str, Any]) -> ModelConfig:
     """Reads the contents of a config.json of transformers 4 or 5.
@@ -218,7 +225,8 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         values["num_key_value_heads"] = num_heads
     sizes: dict[str, Any] = {name: _integer(values, key) for key, name in _SIZES.items()}
     theta, scaling = _rope_from_hf(values)
-    sliding_window, sliding_layers = _sliding_from_hf(values, family, sizes["num_layers"])
+    without_rope = _without_rope_from_hf(values, family, sizes["num_layers"])
+    sliding_window, sliding_layers = _sliding_from_hf(values, family, sizes["num_layers"], without_rope)
     eos = values.get("eos_token_id")
     switches = {field: bool(values.get(key, False)) for key, fields in family.switches.items() for field in fields}
     return ModelConfig(
@@ -235,6 +243,7 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
+        layers_without_rope=without_rope,
         bos_token_id=_token_id(values, "bos_token_id"),
         eos_token_ids=token_ids(eos),
         pad_token_id=_token_id(values, "pad_token_id"),
@@ -269,6 +278,8 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
         "pad_token_id": config.pad_token_id,
     }
     values |= {key: getattr(config, fields[0]) for key, fields in family.switches.items()}
+    has_rope = [int(layer not in config.layers_without_rope) for layer in range(config.num_layers)]
+    values |= dict.fromkeys(family.without_rope[:1], has_rope)
     values |= _sliding_to_hf(config, family) | _experts_to_hf(config, family) | config.kept
     if head == "scalar":
         values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -338,14 +349,35 @@ def _rope_from_hf(values: dict[str, Any]) -> tuple[float, dict[str, Any] | None]
     return theta, {"rope_type": rope_type} | parameters
 
 
-def _sliding_from_hf(values: dict[str, Any], family: Family, num_layers: int) -> tuple[int | None, tuple[int, ...]]:
-    """Returns (window or None, the layers that have it: all, or those of layer_types or max_window_layers)."""
+def _without_rope_from_hf(values: dict[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
+    """Returns the layers without rope: those of the list, or the last of each `every` layers."""
+    if not family.without_rope:
+        return ()
+    key, every = family.without_rope
+    flags = values.get(key)
+    if flags is None:
+        step = _integer(values, every)
+        if step < 1:
+            raise UserError(f"{every} is {step}, but must be at least 1")
+        return tuple(range(step - 1, num_layers, step))
+    if not isinstance(flags, list) or len(flags) < num_layers or not all(flag in (0, 1) for flag in flags):
+        raise UserError(f"{key!r} must have a 1 or, for a layer without rope, a 0 for each of {num_layers} layers")
+    return tuple(layer for layer, flag in enumerate(flags[:num_layers]) if not flag)
+
+
+def _sliding_from_hf(
+    values: dict[str, Any], family: Family, num_layers: int, without_rope: tuple[int, ...]
+) -> tuple[int | None, tuple[int, ...]]:
+    """Returns (window or None, the layers that have it: all, or those of layer_types, without rope, or from
+    max_window_layers on)."""
     said = {key: values.get(key) for key in family.windows}
     if not said.get("sliding_window") or not said.get("use_sliding_window", True):
         return None, ()
     window, types = _integer(values, "sliding_window"), said.get("layer_types")
     if "layer_types" not in said:
         return window, tuple(range(num_layers))
+    if types is None and family.without_rope:
+        return window, without_rope
     if types is None:
         first = _integer({"max_window_layers": 28} | values, "max_window_layers")
         return window, tuple(range(min(first, num_layers), num_layers))

@@ -9,13 +9,50 @@ with a smooth ramp). Frequencies are computed in float32, as in transformers, un
 # T tokens, f frequencies = head_dim / 2
 
 import math
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.rope import prepared, rope_ref
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.rope import prepared, rope_in_place, rope_ref
 from rlhf_spmd.kernels.rope import rope as kernel
-from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.kernels.triton_import import fused
+from rlhf_spmd.model.config import ROPE, ModelConfig
+
+Turns: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]  # cos_Tf, sin_Tf of each rope, see ModelConfig.rope_of
+
+
+class Ropes:
+    """The ropes of a model's layers. Frequencies are computed once per device and precision."""
+
+    def __init__(self, config: ModelConfig):
+        self._config = config
+        self._frequencies: dict[tuple, tuple[Tensor, float]] = {}  # not a buffer: .bfloat16() would round it
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype, *, cached: bool) -> Turns:
+        """Returns the factors of tokens at these positions. cached: keys are stored for later tokens. Raises UserError,
+        see `Transformer.forward`."""
+        frequencies_f, factor = self._of(positions, dtype, cached=cached)
+        return {ROPE: cos_sin(positions, frequencies_f, factor, dtype, fast=cached)}
+
+    def _of(self, positions: Tensor, dtype: torch.dtype, *, cached: bool) -> tuple[Tensor, float]:
+        length = 0
+        if self._config.rope_type == "dynamic":
+            trained = self._config.max_position_embeddings
+            length = max(int(positions.max()) + 1, trained)
+            if cached and length > trained:
+                raise UserError(
+                    f"a model with dynamic rope cannot generate beyond its trained length of {trained} tokens, because "
+                    "further tokens change the frequencies of the keys already stored; shorten prompt + response"
+                )
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        key = (positions.device, wide, length)
+        if key not in self._frequencies:
+            frequencies_f, factor = frequencies(self._config, length=length, dtype=wide)
+            self._frequencies[key] = frequencies_f.to(positions.device), factor
+        return self._frequencies[key]
 
 
 def frequencies(config: ModelConfig, *, length: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
@@ -43,21 +80,24 @@ def cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Returns cos_BTf, sin_BTf in `dtype`; the angles are computed in the precision of the frequencies.
 
-    fast: for rotate_both(fast=True), so `prepared` for it.
+    fast: for turned(fast=True), so `prepared` for it.
     """
     angles_BTf = positions_BT[..., None].to(frequencies_f.dtype) * frequencies_f
     cos_BTf, sin_BTf = (angles_BTf.cos() * factor).to(dtype), (angles_BTf.sin() * factor).to(dtype)
     return prepared(cos_BTf, sin_BTf) if fast else (cos_BTf, sin_BTf)
 
 
-def rotate_both(
-    q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor, *, fast: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Rotates queries and keys.
+def turned(
+    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor, *, packed: bool, fast: bool
+) -> tuple[Tensor, ...]:
+    """Returns queries and keys turned, and values as they are.
 
+    packed: where kernels run, they turn q and k where they lie.
     fast: in one launch, without a backward pass on a GPU.
     """
-    return (kernel if fast else rope_ref)(q_THd, k_TKd, cos_Tf, sin_Tf)
+    if packed and fused(q_THd):
+        return rope_in_place(q_THd, k_TKd, v_TKd, cos_Tf, sin_Tf)
+    return *(kernel if fast else rope_ref)(q_THd, k_TKd, cos_Tf, sin_Tf), v_TKd
 
 
 def _plain(theta: float, dim: int, dtype: torch.dtype) -> Tensor:

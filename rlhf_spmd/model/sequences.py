@@ -114,8 +114,8 @@ def forward_by_layer(model: Transformer, batches: Sequence[Sequences], gathered:
         turned = [model.rotations(context, x.dtype) for context, x in zip(contexts, states, strict=True)]
         for layer in model.layers.values():
             with gathered([layer]):
-                for index, (context, (cos, sin)) in enumerate(zip(contexts, turned, strict=True)):
-                    states[index] = sum_of(*layer(states[index], cos, sin, context))
+                for index, (context, turns) in enumerate(zip(contexts, turned, strict=True)):
+                    states[index] = sum_of(*layer(states[index], turns, context))
         for x in states:
             yield model.norm(x)
 

@@ -21,17 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_spmd.errors import UserError
-from rlhf_spmd.kernels.dropout import Dropout
 from rlhf_spmd.kernels.products import product, rows_for
-from rlhf_spmd.kernels.rope import rope_in_place
 from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
 from rlhf_spmd.kernels.triton_import import fused
-from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import MOST_EXPERTS, ModelConfig
 from rlhf_spmd.model.experts import SparseMLP
-from rlhf_spmd.model.linear import Adapted, AdaptedLinear, Again, Linear, LowRank, Weight, lay_adjacent, together
+from rlhf_spmd.model.linear import AdaptedLinear, Again, Linear, LowRank, lay_adjacent, together
 from rlhf_spmd.model.norm import RMSNorm, normed_sum, sum_of
 from rlhf_spmd.model.parallel import (
     WHOLE,
@@ -45,6 +41,8 @@ from rlhf_spmd.model.parallel import (
     sum_over,
     vocabulary_of,
 )
+from rlhf_spmd.model.rope import Ropes, Turns, turned
+from rlhf_spmd.model.row_linear import AdaptedRowLinear, RowLinear
 from rlhf_spmd.plan.adapters import A, Adapters, is_factor, site
 from rlhf_spmd.plan.shard import Shard
 
@@ -75,69 +73,15 @@ class Embedding(nn.Module):
         return scatter_tokens(part, group=self.group) if packed else sum_over(part, group=self.group)
 
 
-class RowLinear(nn.Linear):
-    """A linear layer whose input dim tp splits: the ranks' products are summed, then the bias is added once."""
-
-    def __init__(self, num_in: int, num_out: int, *, bias: bool, group: Group):
-        super().__init__(num_in, num_out, bias=bias)
-        self.group = group
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        packed: bool,
-        weight: Weight | None = None,
-        again: Again | None = None,
-        dropout: Dropout | None = None,
-    ) -> Tensor:
-        """Multiplies x [..., this rank's inputs] by the weight -> [..., D] (packed: this rank's share of the tokens).
-
-        weight: see `Linear`.
-        again, dropout: see `LowRank`.
-        """
-        weight = self.weight if weight is None else weight
-        if self.group is None:
-            return product(x, weight, self.bias)
-        return self.summed(product(x, weight), packed=packed)
-
-    def summed(self, part: Tensor, *, packed: bool) -> Tensor:
-        """Sums the ranks' products, and adds the bias."""
-        y = scatter_tokens(part, group=self.group) if packed else sum_over(part, group=self.group)
-        return y if self.bias is None else y + self.bias
-
-
-class AdaptedRowLinear(RowLinear, Adapted):
-    """A `RowLinear` with an adapter, whose part of the product is summed with that of the weight."""
-
-    low_rank: LowRank | None  # of it alone; None: `weight` has the adapter in it
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        packed: bool,
-        weight: Weight | None = None,
-        again: Again | None = None,
-        dropout: Dropout | None = None,
-    ) -> Tensor:
-        """Multiplies as `RowLinear` does."""
-        if self.low_rank is None:
-            return super().forward(x, packed=packed, weight=weight)
-        weight = self.weight if weight is None else weight
-        part = product(x, weight, self.bias if self.group is None else None)
-        y, *_ = self.low_rank(x, part, again=again, dropout=dropout)
-        return y if self.group is None else self.summed(y, packed=packed)
-
-
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions, over this rank's heads."""
+    """Causal grouped-query attention over this rank's heads, with rotary positions in most models' layers."""
 
     together, alone = ("q_proj", "k_proj", "v_proj"), ("o_proj",)  # matrices that read the same input, and others
 
     def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
         self.layer, self.head_dim, self.window = layer, config.head_dim, config.window(layer)
+        self.rope = config.rope_of(layer)
         self.group = parallel.group
         queries, keys = (len(extent(config, what, parallel.shard)) for what in ("queries", "keys"))
         self.sizes = [queries, keys, keys]
@@ -151,12 +95,10 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(size, config.rms_norm_eps) for size in sizes)
         self.low_rank: LowRank | None = None  # of q, k and v
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, *, again: Again | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, turns: Turns, context: AttentionContext, *, again: Again | None = None) -> Tensor:
         """Computes attention: x [..., D] -> [..., D].
 
-        cos, sin: of all tokens, from rope.cos_sin.
+        turns: of all tokens, from `Transformer.rotations`.
         again: see `LowRank`.
         """
         fast = context.cached
@@ -175,10 +117,8 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.qk_norm and not self.qk_norm_of_all:
             q, k = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast)
-        if fused(q) and context.packed:
-            q, k, v = rope_in_place(q, k, v, cos, sin)
-        else:
-            q, k = rope.rotate_both(q, k, cos, sin, fast=fast)
+        if self.rope is not None:
+            q, k, v = turned(q, k, v, *turns[self.rope], packed=context.packed, fast=fast)
         mixed = context.attend(self.layer, q, k, v, self.window)
         return self.o_proj(mixed.flatten(-2), packed=context.packed, dropout=context.dropout)
 
@@ -227,13 +167,13 @@ class Layer(nn.Module):
         self.mlp = (SparseMLP if is_sparse else MLP)(config, layer, parallel)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, residual: Tensor | None = None
+        self, x: Tensor, turns: Turns, context: AttentionContext, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Computes one layer of x + residual [..., D] -> x and a residual; None, if the sum is computed. On GPUs the
         norm that reads the sum computes it."""
         before, after = self.input_layernorm, self.post_attention_layernorm
         normed, x = normed_sum(before, x, residual, fast=context.cached)
-        mixed = self.self_attn(normed, cos, sin, context, again=(before, (x,)))
+        mixed = self.self_attn(normed, turns, context, again=(before, (x,)))
         normed, x = after(mixed, residual=x, fast=context.cached)
         y = self.mlp(normed, context, again=(after, (x,)))
         return (y, x) if fused(x) else (x + y, None)
@@ -277,7 +217,7 @@ class Transformer(nn.Module):
         self.config, self.head, self.parallel, self.recompute = config, head, parallel, recompute
         self.adapters = adapters
         self.kept: object = None  # of generation: see Copies
-        self._frequencies: dict[tuple, tuple[Tensor, float]] = {}  # not a buffer: .bfloat16() would round it
+        self._ropes = Ropes(config)
         unembeds = parallel.is_last and head == "lm"
         vocabulary = vocabulary_of(config, shard)
         with torch.device("meta"):
@@ -430,12 +370,12 @@ class Transformer(nn.Module):
             context = Padded(rows.shape[1], rows.device)
         assert context.packed or self.parallel.group is None or not torch.is_grad_enabled(), "train packed sequences"
         x, residual = self.embedded(tokens, context, hidden), None
-        cos, sin = self.rotations(context, x.dtype)
+        turns = self.rotations(context, x.dtype)
         for layer in self.layers.values():
             if self.recompute and torch.is_grad_enabled():
-                x = sum_of(*checkpoint(layer, x, cos, sin, context, use_reentrant=False, preserve_rng_state=False))
+                x = sum_of(*checkpoint(layer, x, turns, context, use_reentrant=False, preserve_rng_state=False))
             else:
-                x, residual = layer(x, cos, sin, context, residual)
+                x, residual = layer(x, turns, context, residual)
         if not self.parallel.is_last:
             return sum_of(x, residual)
         return normed_sum(self.norm, x, residual, fast=context.cached)[0]
@@ -449,10 +389,9 @@ class Transformer(nn.Module):
             tokens = F.pad(tokens, (0, len(context.positions) - len(tokens)))
         return self.embed_tokens(tokens.clamp_min(0), packed=context.packed)
 
-    def rotations(self, context: AttentionContext, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cos, sin of all tokens, for the layers."""
-        frequencies_f, factor = self._rope(context.positions, dtype, decoding=context.cached)
-        return rope.cos_sin(context.positions, frequencies_f, factor, dtype, fast=context.cached)
+    def rotations(self, context: AttentionContext, dtype: torch.dtype) -> Turns:
+        """Returns what turns all tokens, for the layers."""
+        return self._ropes(context.positions, dtype, cached=context.cached)
 
     def besides_layers(self) -> list[nn.Module]:
         """Returns the modules with weights that are not layers: embedding, final norm, head."""
@@ -493,21 +432,3 @@ class Transformer(nn.Module):
         """Computes one number per token [...] from hidden [..., D]; those of a packed output need `collect_tokens`."""
         assert self.head == "scalar", self.head
         return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
-
-    def _rope(self, positions: Tensor, dtype: torch.dtype, *, decoding: bool) -> tuple[Tensor, float]:
-        """Returns the frequencies, computed once per device and precision."""
-        length = 0
-        if self.config.rope_type == "dynamic":
-            trained = self.config.max_position_embeddings
-            length = max(int(positions.max()) + 1, trained)
-            if decoding and length > trained:
-                raise UserError(
-                    f"a model with dynamic rope cannot generate beyond its trained length of {trained} tokens, because "
-                    "further tokens change the frequencies of the keys already stored; shorten prompt + response"
-                )
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        key = (positions.device, wide, length)
-        if key not in self._frequencies:
-            frequencies_f, factor = rope.frequencies(self.config, length=length, dtype=wide)
-            self._frequencies[key] = frequencies_f.to(positions.device), factor
-        return self._frequencies[key]

@@ -2,13 +2,14 @@
 
 from collections.abc import Collection
 
-from rlhf_spmd.model.families import llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe
+from rlhf_spmd.model.families import llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe, smollm3
 
 FAMILIES = {
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "smollm3": smollm3.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "olmoe": olmoe.FAMILY,

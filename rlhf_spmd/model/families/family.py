@@ -25,6 +25,8 @@ class Family:
     always: fields that are true in every model.
     switches: keys that are true or false -> the fields that they set.
     windows: the keys that say which layers have a sliding window; without max_window_layers and layer_types all have.
+    without_rope: the key that has a 0 for each layer without rope, else a 1, and the key of the step from one such
+        layer to the next, for a list that is missing.
     even_heads: whether transformers refuses a hidden size that is not a multiple of the number of heads.
 
     Of mixtures of experts, where no key of sizes, switches or first_dense may be missing:
@@ -42,6 +44,7 @@ class Family:
     always: tuple[str, ...] = ()
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     windows: tuple[str, ...] = ()
+    without_rope: tuple[str, ...] = ()
     even_heads: bool = False
     sizes: Mapping[str, str] = field(default_factory=dict)
     first_dense: tuple[str, ...] = ()

@@ -28,6 +28,8 @@ def test_old_configs_mean_the_same():
     assert from_hf({"model_type": "mistral", **SMALL}).sliding_window == 4096
     assert from_hf({"model_type": "qwen2", **SMALL}).sliding_layers == ()
     assert from_hf({"model_type": "qwen3", **SMALL}).head_dim == 128
+    smollm3 = from_hf({"model_type": "smollm3", **SMALL, "num_hidden_layers": 9})
+    assert smollm3.tie_embeddings and smollm3.layers_without_rope == (3, 7) and smollm3.rope_theta == 2e6
     missing = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
     assert from_hf({"model_type": "llama", **missing}).num_kv_heads == 6
 
@@ -48,6 +50,8 @@ def test_old_configs_mean_the_same():
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "positive number 'factor'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "kinds of layers"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "'no_rope_layers' must have a 1 or, for a layer"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ],
 )

@@ -32,6 +32,7 @@ FAMILIES = {
     "mistral": {"sliding_window": 6, "head_dim": 10},
     "qwen2 tied": {"tie_word_embeddings": True} | WINDOW,
     "qwen3": {"head_dim": 12},
+    "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
 }
 TOKENS_BT = torch.randint(3, 61, (3, 15), generator=torch.Generator().manual_seed(0))
 

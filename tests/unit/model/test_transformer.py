@@ -55,6 +55,19 @@ CASES = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "smollm3 window": (
+        "smollm3",
+        {
+            "no_rope_layers": [0, 1, 0, 1],  # of the three layers, and one more
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "pad_token_id": 0,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
@@ -121,7 +134,9 @@ def test_logits_equal_transformers(case):
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama biases", "mistral window", "qwen2 tied", "qwen3 biases tied", "yarn"])
+@pytest.mark.parametrize(
+    "case", ["llama biases", "mistral window", "qwen2 tied", "qwen3 biases tied", "smollm3", "yarn"]
+)
 def test_gradients_equal_transformers(case):
     model = theirs(case)
     mine = ours(model)

@@ -33,7 +33,7 @@ def test_every_switch_and_window_of_a_page_is_read_and_written(name):
     for turned in itertools.product((False, True), repeat=len(family.switches)):
         switches = dict(zip(family.switches, turned, strict=True))
         values = {"model_type": name, **SMALL, **MIXTURE, **switches, "sliding_window": 5, "use_sliding_window": True}
-        config = from_hf(values | {"max_window_layers": 1})
+        config = from_hf(values | {"max_window_layers": 1, "no_rope_layer_interval": 2})
         on = {*family.always}.union(*(fields for key, fields in family.switches.items() if switches[key]))
         assert all(getattr(config, field) == (field in on) for field in FLAGS.values())
         assert (5 in (config.window(0), config.window(1))) == bool(family.windows)

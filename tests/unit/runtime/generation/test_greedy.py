@@ -22,7 +22,14 @@ SETTINGS = {
 # as soon as a sequence grows beyond the context, which the cases here don't reach
 CACHELESS = ("mistral window 1",)  # transformers 5.23's cache keeps [-0:], everything, for a window of 1
 FEW = ("llama", "llama mqa tied", "mistral window", "mistral window 1", "qwen2", "qwen2 window", "qwen3")
-FEW += ("qwen3 window", "linear", "dynamic", "yarn", "llama3")  # of the others test_kv_attention.py sees what differs
+FEW += (
+    "qwen3 window",
+    "smollm3",
+    "linear",
+    "dynamic",
+    "yarn",
+    "llama3",
+)  # of the others test_kv_attention.py sees what differs
 FAMILIES = [
     pytest.param(case, marks=[] if case in FEW else pytest.mark.slow)
     for case in CASES
