@@ -146,6 +146,10 @@ class ModelConfig:
     sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 tokens before it
     sliding_layers: tuple[int, ...] = ()  # the layers that have that window
     layers_without_rope: tuple[int, ...] = ()
+    embedding_scale: float = 1.0
+    attention_scale: float = 0.0  # of the products of queries and keys; 0: 1 / sqrt(head_dim)
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logits_scale: float = 1.0  # that logits are divided by
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
@@ -235,6 +239,7 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         **dict.fromkeys(family.always, True),
         **switches,
         **experts,
+        **{field: values[key] for key, field in family.numbers.items() if _number(values, key)},
         kept={key: values[key] for key in family.kept if key in values},
         rms_norm_eps=_number(values, "rms_norm_eps"),
         rope_theta=theta,
@@ -280,6 +285,7 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
     values |= {key: getattr(config, fields[0]) for key, fields in family.switches.items()}
     has_rope = [int(layer not in config.layers_without_rope) for layer in range(config.num_layers)]
     values |= dict.fromkeys(family.without_rope[:1], has_rope)
+    values |= {key: getattr(config, field) for key, field in family.numbers.items()}
     values |= _sliding_to_hf(config, family) | _experts_to_hf(config, family) | config.kept
     if head == "scalar":
         values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

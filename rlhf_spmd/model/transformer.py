@@ -93,6 +93,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             sizes = (queries, keys) if self.qk_norm_of_all else (config.head_dim, config.head_dim)
             self.q_norm, self.k_norm = (RMSNorm(size, config.rms_norm_eps) for size in sizes)
+        self.scale = config.attention_scale * math.sqrt(config.head_dim) or 1.0  # beside that of `attend`
         self.low_rank: LowRank | None = None  # of q, k and v
 
     def forward(self, x: Tensor, turns: Turns, context: AttentionContext, *, again: Again | None = None) -> Tensor:
@@ -119,7 +120,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast)
         if self.rope is not None:
             q, k, v = turned(q, k, v, *turns[self.rope], packed=context.packed, fast=fast)
-        mixed = context.attend(self.layer, q, k, v, self.window)
+        mixed = context.attend(self.layer, scaled(q, self.scale), k, v, self.window)
         return self.o_proj(mixed.flatten(-2), packed=context.packed, dropout=context.dropout)
 
 
@@ -165,6 +166,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         is_sparse = config.num_experts and layer >= config.num_dense_layers
         self.mlp = (SparseMLP if is_sparse else MLP)(config, layer, parallel)
+        self.scale = config.residual_scale
 
     def forward(
         self, x: Tensor, turns: Turns, context: AttentionContext, residual: Tensor | None = None
@@ -173,10 +175,15 @@ class Layer(nn.Module):
         norm that reads the sum computes it."""
         before, after = self.input_layernorm, self.post_attention_layernorm
         normed, x = normed_sum(before, x, residual, fast=context.cached)
-        mixed = self.self_attn(normed, turns, context, again=(before, (x,)))
+        mixed = scaled(self.self_attn(normed, turns, context, again=(before, (x,))), self.scale)
         normed, x = after(mixed, residual=x, fast=context.cached)
-        y = self.mlp(normed, context, again=(after, (x,)))
+        y = scaled(self.mlp(normed, context, again=(after, (x,))), self.scale)
         return (y, x) if fused(x) else (x + y, None)
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """Returns x * scale; x itself if that is 1."""
+    return x if scale == 1.0 else x * scale
 
 
 def _message(direction: Callable, tensor: Tensor, peer: int, group: Group) -> None:
@@ -387,7 +394,7 @@ class Transformer(nn.Module):
         assert tokens is not None and hidden is None, "the first stage begins with tokens"
         if context.packed:
             tokens = F.pad(tokens, (0, len(context.positions) - len(tokens)))
-        return self.embed_tokens(tokens.clamp_min(0), packed=context.packed)
+        return scaled(self.embed_tokens(tokens.clamp_min(0), packed=context.packed), self.config.embedding_scale)
 
     def rotations(self, context: AttentionContext, dtype: torch.dtype) -> Turns:
         """Returns what turns all tokens, for the layers."""
@@ -426,7 +433,7 @@ class Transformer(nn.Module):
         """
         assert self.head == "lm", self.head
         unembedding = self.embed_tokens if self.config.tie_embeddings else self.lm_head
-        return unembedding(hidden, head=head)
+        return unembedding(scaled(hidden, 1 / self.config.logits_scale), head=head)
 
     def scalar(self, hidden: Tensor) -> Tensor:
         """Computes one number per token [...] from hidden [..., D]; those of a packed output need `collect_tokens`."""

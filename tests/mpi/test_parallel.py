@@ -41,6 +41,7 @@ SHAPES = {  # uneven everywhere: heads, intermediate 13, vocabulary 37
         "attention_bias": True,
         "attention_output_bias": True,
         "mlp_bias": True,
+        **{"embedding_scale": 1.5, "attention_scale": 0.7, "residual_scale": 0.6, "logits_scale": 1.3},
     },
     "tied": {"model_type": "qwen3", "num_heads": 5, "num_kv_heads": 5, "qk_norm": True, "tie_embeddings": True},
     "window": {

@@ -24,6 +24,7 @@ class Family:
     defaults: what transformers takes for keys that are missing.
     always: fields that are true in every model.
     switches: keys that are true or false -> the fields that they set.
+    numbers: keys of multipliers and scales -> the fields that they give; positive, the same type is written again.
     windows: the keys that say which layers have a sliding window; without max_window_layers and layer_types all have.
     without_rope: the key that has a 0 for each layer without rope, else a 1, and the key of the step from one such
         layer to the next, for a list that is missing.
@@ -43,6 +44,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     always: tuple[str, ...] = ()
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
     windows: tuple[str, ...] = ()
     without_rope: tuple[str, ...] = ()
     even_heads: bool = False

@@ -52,6 +52,7 @@ def test_old_configs_mean_the_same():
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "kinds of layers"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "'no_rope_layers' must have a 1 or, for a layer"),
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        ({"model_type": "granite", "logits_scaling": 0}, "'logits_scaling' is 0, but must be a positive number"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ],
 )

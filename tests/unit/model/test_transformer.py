@@ -31,6 +31,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+MULTIPLIERS = {
+    **{"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 1.3},
+    "tie_word_embeddings": True,
+}
 CASES = {
     "llama": ("llama", {}),
     "llama mha": ("llama", {"num_key_value_heads": 6}),
@@ -68,6 +72,8 @@ CASES = {
             "tie_word_embeddings": False,
         },
     ),
+    "granite": ("granite", MULTIPLIERS),
+    "granite biases": ("granite", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 3}),
     "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
@@ -135,7 +141,7 @@ def test_logits_equal_transformers(case):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama biases", "mistral window", "qwen2 tied", "qwen3 biases tied", "smollm3", "yarn"]
+    "case", ["llama biases", "mistral window", "qwen2 tied", "qwen3 biases tied", "smollm3", "granite", "yarn"]
 )
 def test_gradients_equal_transformers(case):
     model = theirs(case)
