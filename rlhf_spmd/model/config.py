@@ -14,7 +14,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import NO_RIGHT, is_folder, read_bytes, refuse_pipes
 from rlhf_spmd.model.families import FAMILIES
-from rlhf_spmd.model.families.family import UNSUPPORTED, Family
+from rlhf_spmd.model.families.family import Family
 
 # rope type -> the numbers it needs in addition to rope_theta
 ROPE_TYPES = {
@@ -146,6 +146,9 @@ class ModelConfig:
     sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 tokens before it
     sliding_layers: tuple[int, ...] = ()  # the layers that have that window
     layers_without_rope: tuple[int, ...] = ()
+    activation: str = "silu"
+    norm_offset: bool = False  # norms multiply by 1 + weight
+    scales_embeddings: bool = False  # by the root of the hidden size, rounded as weights are
     embedding_scale: float = 1.0
     attention_scale: float = 0.0  # of the products of queries and keys; 0: 1 / sqrt(head_dim)
     residual_scale: float = 1.0  # of what attention and MLP add
@@ -218,8 +221,12 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
     family = FAMILIES[name]
     if values.get("quantization_config"):
         raise UserError("the weights are quantised (quantization_config) and cannot be trained; use the original model")
-    if values.get("hidden_act", "silu") != "silu":
-        raise UserError(f"hidden_act {values['hidden_act']!r} is not supported; supported is silu")
+    key, *names = family.activation
+    if values.get(key, names[0]) not in names:
+        raise UserError(f"{key} {values[key]!r} is not supported; supported is {names[0]}")
+    for key in family.refused:
+        if values.get(key):
+            raise UserError(f"{key} {values[key]!r} is not supported; use a model without it")
     values = {"rms_norm_eps": 1e-6, **family.defaults, **values}
     experts: dict[str, Any] = _experts_from_hf(values, family)
     hidden_size, num_heads = _integer(values, "hidden_size"), _integer(values, "num_attention_heads")
@@ -239,6 +246,7 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         **dict.fromkeys(family.always, True),
         **switches,
         **experts,
+        activation=names[0],
         **{field: values[key] for key, field in family.numbers.items() if _number(values, key)},
         kept={key: values[key] for key in family.kept if key in values},
         rms_norm_eps=_number(values, "rms_norm_eps"),
@@ -269,7 +277,7 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
         "model_type": config.model_type,
         "dtype": dtype,
         **{key: getattr(config, name) for key, name in _SIZES.items()},
-        "hidden_act": "silu",
+        family.activation[0]: config.activation,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": scaling | {"rope_theta": config.rope_theta},
@@ -409,9 +417,6 @@ def _experts_from_hf(values: dict[str, Any], family: Family) -> dict[str, int]:
     """Returns fields of a mixture of experts. No key may be missing: transformers takes sizes of no released model."""
     if not family.sizes:
         return {}
-    for key in UNSUPPORTED:
-        if values.get(key):
-            raise UserError(f"{key} {values[key]!r} is not supported; supported mixtures have none")
     plain, local = values.get("num_experts"), values.get("num_local_experts")  # transformers writes one or the other
     if None not in (plain, local) and plain != local:
         raise UserError(f"num_experts {plain!r} and num_local_experts {local!r} differ; correct one of them")

@@ -6,15 +6,19 @@ from torch import Tensor, nn
 
 from rlhf_spmd.kernels.rmsnorm import rmsnorm
 from rlhf_spmd.kernels.triton_import import fused
+from rlhf_spmd.model.config import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467); half precisions are computed in float32."""
+    """x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467); half precisions are computed in float32.
 
-    def __init__(self, size: int, eps: float):
+    offset: multiplies by 1 + weight, which is not rounded.
+    """
+
+    def __init__(self, size: int, eps: float, *, offset: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, fast: bool = False
@@ -23,12 +27,20 @@ class RMSNorm(nn.Module):
 
         fast: as generation computes it, without a backward pass on a CPU.
         """
-        if fast or (fused(x) and x.dim() < 4):
-            normed, total = rmsnorm(x, self.weight, self.eps, residual)
+        weight = self.weight
+        if self.offset:
+            weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        if weight.dtype == x.dtype and (fast or (fused(x) and x.dim() < 4)):
+            normed, total = rmsnorm(x, weight, self.eps, residual)
         else:
             total = sum_of(x, residual)
-            normed = F.rms_norm(total, self.weight.shape, self.weight, self.eps)
+            normed = F.rms_norm(total.to(weight.dtype), weight.shape, weight, self.eps).to(x.dtype)
         return normed if residual is None else (normed, total)
+
+
+def make_norm(size: int, config: ModelConfig) -> RMSNorm:
+    """Makes a norm as this model has them."""
+    return RMSNorm(size, config.rms_norm_eps, offset=config.norm_offset)
 
 
 def normed_sum(norm: RMSNorm, x: Tensor, residual: Tensor | None, *, fast: bool) -> tuple[Tensor, Tensor]:

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_spmd.kernels.products import product, rows_for
-from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
 from rlhf_spmd.kernels.triton_import import fused
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import MOST_EXPERTS, ModelConfig
 from rlhf_spmd.model.experts import SparseMLP
+from rlhf_spmd.model.gates import GATES
 from rlhf_spmd.model.linear import AdaptedLinear, Again, Linear, LowRank, lay_adjacent, together
-from rlhf_spmd.model.norm import RMSNorm, normed_sum, sum_of
+from rlhf_spmd.model.norm import make_norm, normed_sum, sum_of
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         self.qk_norm, self.qk_norm_of_all = config.qk_norm, config.qk_norm_of_all
         if self.qk_norm:
             sizes = (queries, keys) if self.qk_norm_of_all else (config.head_dim, config.head_dim)
-            self.q_norm, self.k_norm = (RMSNorm(size, config.rms_norm_eps) for size in sizes)
+            self.q_norm, self.k_norm = (make_norm(size, config) for size in sizes)
         self.scale = config.attention_scale * math.sqrt(config.head_dim) or 1.0  # beside that of `attend`
         self.low_rank: LowRank | None = None  # of q, k and v
 
@@ -125,7 +125,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202)."""
+    """A gated MLP, in most models SwiGLU (arXiv:2002.05202)."""
 
     together, alone = ("gate_proj", "up_proj"), ("down_proj",)
 
@@ -136,6 +136,7 @@ class MLP(nn.Module):
         self.gate_proj = Linear(config.hidden_size, inner, bias=config.mlp_bias)
         self.up_proj = Linear(config.hidden_size, inner, bias=config.mlp_bias)
         self.down_proj = RowLinear(inner, config.hidden_size, bias=config.mlp_bias, group=self.group)
+        self.gates = GATES[config.activation]
         self.low_rank: LowRank | None = None  # of gate and up
 
     def forward(self, x: Tensor, context: AttentionContext, *, again: Again | None = None) -> Tensor:
@@ -152,8 +153,9 @@ class MLP(nn.Module):
             parts = self.low_rank(x, *parts, again=again, dropout=context.dropout)
         if len(parts) == 1:
             parts = parts[0].chunk(2, dim=-1)
-        inner = silu_mul(*parts) if context.cached else swiglu(*parts)
-        return self.down_proj(inner, packed=context.packed, again=(swiglu, parts), dropout=context.dropout)
+        forward_only, gated = self.gates
+        inner = (forward_only if context.cached else gated)(*parts)
+        return self.down_proj(inner, packed=context.packed, again=(gated, parts), dropout=context.dropout)
 
 
 class Layer(nn.Module):
@@ -161,9 +163,9 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = make_norm(config.hidden_size, config)
         self.self_attn = Attention(config, layer, parallel)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = make_norm(config.hidden_size, config)
         is_sparse = config.num_experts and layer >= config.num_dense_layers
         self.mlp = (SparseMLP if is_sparse else MLP)(config, layer, parallel)
         self.scale = config.residual_scale
@@ -233,7 +235,7 @@ class Transformer(nn.Module):
             layers = layers_of(config, shard)
             self.layers = nn.ModuleDict({str(layer): Layer(config, layer, parallel) for layer in layers})
             if parallel.is_last:
-                self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+                self.norm = make_norm(config.hidden_size, config)
                 if head == "scalar":
                     self.score = nn.Linear(config.hidden_size, 1, bias=False)
             if unembeds and not config.tie_embeddings:
@@ -335,8 +337,8 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int, *, std: float = 0.02, score_std: float = 0.0) -> None:
         """Draws weights as GPT-2 does: normal(0, std), divided by sqrt(2 * layers) for projections into the residual
-        stream; norms 1, biases 0, the score head normal(0, score_std). The same seed gives the same weights on every
-        device, and on every shard its part of the same model."""
+        stream; norms 1 or, with an offset, 0; biases 0, the score head normal(0, score_std). The same seed gives the
+        same weights on every device, and on every shard its part of the same model."""
         generator = torch.Generator().manual_seed(seed)
         shard, mine = self.parallel.shard, dict(self.named_parameters())
         whole = self if shard == Shard() else Transformer(self.config, head=self.head, device="meta")
@@ -347,7 +349,7 @@ class Transformer(nn.Module):
                 continue
             if name.endswith("norm.weight") or name.endswith(".bias"):
                 if name in mine:
-                    mine[name].fill_(1.0 if name.endswith("norm.weight") else 0.0)
+                    mine[name].fill_(float(name.endswith("norm.weight") and not self.config.norm_offset))
                 continue
             scale = std
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -394,7 +396,10 @@ class Transformer(nn.Module):
         assert tokens is not None and hidden is None, "the first stage begins with tokens"
         if context.packed:
             tokens = F.pad(tokens, (0, len(context.positions) - len(tokens)))
-        return scaled(self.embed_tokens(tokens.clamp_min(0), packed=context.packed), self.config.embedding_scale)
+        x = self.embed_tokens(tokens.clamp_min(0), packed=context.packed)
+        if self.config.scales_embeddings:
+            x = x * torch.tensor(self.config.hidden_size**0.5).to(x.dtype)
+        return scaled(x, self.config.embedding_scale)
 
     def rotations(self, context: AttentionContext, dtype: torch.dtype) -> Turns:
         """Returns what turns all tokens, for the layers."""

@@ -43,7 +43,10 @@ SHAPES = {  # uneven everywhere: heads, intermediate 13, vocabulary 37
         "mlp_bias": True,
         **{"embedding_scale": 1.5, "attention_scale": 0.7, "residual_scale": 0.6, "logits_scale": 1.3},
     },
-    "tied": {"model_type": "qwen3", "num_heads": 5, "num_kv_heads": 5, "qk_norm": True, "tie_embeddings": True},
+    "tied": {
+        **{"model_type": "qwen3", "num_heads": 5, "num_kv_heads": 5, "qk_norm": True, "tie_embeddings": True},
+        **{"scales_embeddings": True, "activation": "gelu_pytorch_tanh", "norm_offset": True},
+    },
     "window": {
         "model_type": "qwen2",
         "num_heads": 7,
@@ -106,7 +109,7 @@ def whole_and_shard(team: Team, name: str, head: str, dtype=torch.float64) -> tu
     whole = Transformer(config, head=head, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     for weight in whole.parameters():
-        start = 1.0 if weight.dim() == 1 else 0.0
+        start = float(weight.dim() == 1 and not config.norm_offset)
         weight.data = (start + 0.3 * torch.randn(weight.shape, generator=generator)).to(dtype)
     mine = Transformer(config, head=head, dtype=dtype, parallel=team.parallel)
     weights = dict(whole.named_parameters())

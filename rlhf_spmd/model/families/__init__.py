@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from rlhf_spmd.model.families import granite, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe, smollm3
+from rlhf_spmd.model.families import gemma, granite, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe, smollm3
 
 FAMILIES = {
     "llama": llama.FAMILY,
@@ -10,6 +10,7 @@ FAMILIES = {
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
     "smollm3": smollm3.FAMILY,
+    "gemma": gemma.FAMILY,
     "granite": granite.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,

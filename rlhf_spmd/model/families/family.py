@@ -11,7 +11,8 @@ EXPERTS = {  # all experts of a layer -> each of them
     "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
     "mlp.experts.down_proj": ("mlp.experts.{}.down_proj",),
 }
-UNSUPPORTED = (  # keys that ask for what no layer has: shared experts, groups of experts, clipped queries and keys
+GELU = ("gelu_pytorch_tanh", "gelu")  # which transformers takes for the first one
+UNSUPPORTED = (  # of mixtures: shared experts, groups of experts, clipped queries and keys
     *("shared_expert_intermediate_size", "n_shared_experts", "n_group", "topk_group", "clip_qkv"),
 )
 
@@ -24,6 +25,8 @@ class Family:
     defaults: what transformers takes for keys that are missing.
     always: fields that are true in every model.
     switches: keys that are true or false -> the fields that they set.
+    activation: the key of the activation and its names; the first of them is written.
+    refused: keys that ask for what no layer has.
     numbers: keys of multipliers and scales -> the fields that they give; positive, the same type is written again.
     windows: the keys that say which layers have a sliding window; without max_window_layers and layer_types all have.
     without_rope: the key that has a 0 for each layer without rope, else a 1, and the key of the step from one such
@@ -44,6 +47,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     always: tuple[str, ...] = ()
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    activation: tuple[str, ...] = ("hidden_act", "silu")
+    refused: tuple[str, ...] = ()
     numbers: Mapping[str, str] = field(default_factory=dict)
     windows: tuple[str, ...] = ()
     without_rope: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Mixtral (arXiv 2401.04088): Mistral with experts in all layers, whose weights always sum to 1."""
 
-from rlhf_spmd.model.families.family import KEPT, Family
+from rlhf_spmd.model.families.family import KEPT, UNSUPPORTED, Family
 
 FAMILY = Family(
     prefix="Mixtral",
@@ -18,6 +18,7 @@ FAMILY = Family(
         "intermediate_size": "expert_size",
     },
     kept=KEPT,
+    refused=UNSUPPORTED,
     tensors={
         "mlp.gate": ("block_sparse_moe.gate",),
         "mlp.experts.gate_up_proj": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),

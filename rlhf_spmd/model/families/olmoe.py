@@ -1,6 +1,6 @@
 """OLMoE (arXiv 2409.02060): norms of all heads together, and experts in all layers."""
 
-from rlhf_spmd.model.families.family import BIASES, EXPERTS, KEPT, Family
+from rlhf_spmd.model.families.family import BIASES, EXPERTS, KEPT, UNSUPPORTED, Family
 
 FAMILY = Family(
     prefix="Olmoe",
@@ -14,5 +14,6 @@ FAMILY = Family(
         "intermediate_size": "expert_size",
     },
     kept=KEPT,
+    refused=UNSUPPORTED,
     tensors=EXPERTS,
 )

@@ -1,6 +1,6 @@
 """Qwen 3's mixtures (arXiv 2505.09388), such as Qwen3-30B-A3B; the first layers may be dense."""
 
-from rlhf_spmd.model.families.family import BIASES, EXPERTS, KEPT, Family
+from rlhf_spmd.model.families.family import BIASES, EXPERTS, KEPT, UNSUPPORTED, Family
 
 FAMILY = Family(
     prefix="Qwen3Moe",
@@ -15,5 +15,6 @@ FAMILY = Family(
     },
     first_dense=("mlp_only_layers", "decoder_sparse_step"),
     kept=KEPT,
+    refused=UNSUPPORTED,
     tensors=EXPERTS,
 )

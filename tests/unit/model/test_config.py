@@ -30,6 +30,8 @@ def test_old_configs_mean_the_same():
     assert from_hf({"model_type": "qwen3", **SMALL}).head_dim == 128
     smollm3 = from_hf({"model_type": "smollm3", **SMALL, "num_hidden_layers": 9})
     assert smollm3.tie_embeddings and smollm3.layers_without_rope == (3, 7) and smollm3.rope_theta == 2e6
+    gemma = from_hf({"model_type": "gemma", **SMALL, "hidden_act": "gelu"})
+    assert gemma.tie_embeddings and gemma.head_dim == 256 and gemma.activation == "gelu_pytorch_tanh"
     missing = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
     assert from_hf({"model_type": "llama", **missing}).num_kv_heads == 6
 
@@ -53,6 +55,8 @@ def test_old_configs_mean_the_same():
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "'no_rope_layers' must have a 1 or, for a layer"),
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
         ({"model_type": "granite", "logits_scaling": 0}, "'logits_scaling' is 0, but must be a positive number"),
+        ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act 'silu' is not supported; .* gelu_pytorch_tanh"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ],
 )

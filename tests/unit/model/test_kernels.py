@@ -11,7 +11,10 @@ from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.runtime.generation.rollout import generate_rows
 
 SHAPES = {
-    "llama": {"model_type": "llama", "layers_without_rope": (1,)},
+    "llama": {
+        **{"model_type": "llama", "layers_without_rope": (1,), "activation": "gelu_pytorch_tanh"},
+        **{"norm_offset": True, "scales_embeddings": True, "residual_scale": 0.7, "attention_scale": 0.4},
+    },
     "mistral": {"model_type": "mistral", "sliding_window": 2, "sliding_layers": (0, 1)},
     "qwen2": {"model_type": "qwen2", "attention_bias": True},
     "qwen3": {"model_type": "qwen3", "qk_norm": True},

@@ -1,6 +1,7 @@
 """The transformer against transformers' own models: every family, rope scaling, window and head layout."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,6 +73,8 @@ CASES = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma biases": ("gemma", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": False}),
     "granite": ("granite", MULTIPLIERS),
     "granite biases": ("granite", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 3}),
     "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
@@ -141,7 +144,7 @@ def test_logits_equal_transformers(case):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama biases", "mistral window", "qwen2 tied", "qwen3 biases tied", "smollm3", "granite", "yarn"]
+    "case", ["llama biases", "mistral window", "qwen2 tied", "qwen3 biases tied", "smollm3", "gemma", "granite", "yarn"]
 )
 def test_gradients_equal_transformers(case):
     model = theirs(case)
@@ -177,7 +180,7 @@ def test_padding_never_reaches_a_real_token():
     torch.testing.assert_close(mine(padded_BT)[:, :8], mine(tokens_BT), atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "yarn", "mistral window"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma", "yarn", "mistral window"])
 def test_precisions(case):
     """float64 is float64 throughout; bfloat16 keeps exact rope angles and stays near."""
     model = theirs(case)
@@ -202,6 +205,24 @@ def test_norms_of_half_precision_are_computed_in_float32():
     torch.testing.assert_close(norm.bfloat16()(x).double(), wide, atol=0, rtol=2**-8)
 
 
+def test_norms_with_an_offset_round_once():
+    """Bit for bit as Gemma's, also with a weight that is lost if it is rounded after 1 is added."""
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    norm, theirs = RMSNorm(64, 1e-6, offset=True), GemmaRMSNorm(64)
+    for one in (norm, theirs):
+        one.weight.data = torch.linspace(-0.5, 0.5, 64)
+        one.bfloat16()
+    expected = theirs(x)
+    rounded = RMSNorm(64, 1e-6)
+    rounded.weight.data = 1 + norm.weight.data
+    assert not torch.equal(rounded(x), expected)
+    for fast in (False, True):
+        assert torch.equal(norm(x, fast=fast), expected)
+        assert torch.equal(norm(x - 1, torch.ones_like(x), fast=fast)[0], theirs(x - 1 + 1))
+
+
 def test_every_parameter_gets_a_gradient():
     for head in ("lm", "scalar"):
         mine = ours(theirs("qwen3 biases tied", head=head), head=head)
@@ -222,6 +243,7 @@ def test_initial_weights_follow_from_the_seed_alone():
     assert math.isclose(first.layers["1"].mlp.down_proj.weight.std().item(), residual_std, rel_tol=0.05)
     assert torch.equal(first.norm.weight, torch.ones(config.hidden_size))
     assert not Transformer(config, head="scalar").score.weight.any()
+    assert not Transformer(replace(config, norm_offset=True), head="lm").norm.weight.any()
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -25,6 +25,7 @@ FEW = ("llama", "llama mqa tied", "mistral window", "mistral window 1", "qwen2",
 FEW += (
     "qwen3 window",
     "smollm3",
+    "gemma",
     "granite",
     "linear",
     "dynamic",
