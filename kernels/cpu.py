@@ -8,8 +8,9 @@ n blocks of s slots, M blocks of a row's table, V vocabulary, D size of a normal
 """
 
 import importlib.util
+import itertools
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +94,21 @@ def product(x_NI: Tensor, weight_OI: Tensor | Panels, bias_O: Tensor | None = No
     addresses = x_NI.data_ptr(), numbers.data_ptr(), bias, y_NO.data_ptr()
     _native.product(x_NI.itemsize, *addresses, num_rows, num_in, num_out, x_NI.stride(0), num_out, is_packed)
     return y_NO
+
+
+def products(x_AI: Tensor, weights: Sequence[Tensor] | Sequence[Panels], counts: Sequence[int]) -> Tensor:
+    """Multiplies consecutive rows, counts[e] of them by matrix e, as `product` does -> y_AO. All matrices have one
+    shape and are plain, or all are packed."""
+    numbers = [one.numbers if isinstance(one, Panels) else one for one in weights]
+    num_out = weights[0].num_out if isinstance(weights[0], Panels) else len(weights[0])
+    num_rows, num_in = x_AI.shape
+    assert sum(counts) == num_rows and all(one.dtype == x_AI.dtype and one.is_contiguous() for one in (x_AI, *numbers))
+    y_AO = x_AI.new_empty(num_rows, num_out)
+    addresses = torch.tensor([one.data_ptr() for one in numbers])
+    starts = torch.tensor([0, *itertools.accumulate(counts)])
+    pointers = (one.data_ptr() for one in (x_AI, addresses, starts, y_AO))
+    _native.products(x_AI.itemsize, *pointers, len(numbers), num_in, num_out, isinstance(weights[0], Panels))
+    return y_AO
 
 
 def rmsnorm(x: Tensor, weight_D: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.products import Packed, in_use, product
+from rlhf_spmd.kernels.products import Packed, in_use, multiplies_at_once, product, products
 
 
 def router_logits(x_ND: Tensor, router_ED: Tensor) -> Tensor:
@@ -49,10 +49,18 @@ def mixture(
     num, ids_A = len(gate_ups), ids_Nk.flatten() - first
     order_A = ids_A.argsort(stable=True)
     counts = torch.bincount(ids_A.clamp(-1, num) + 1, minlength=num + 2).tolist()
-    mine_A = order_A[counts[0] : len(ids_A) - counts[-1]]
+    mine_A, counts = order_A[counts[0] : len(ids_A) - counts[-1]], counts[1:-1]
     rows_A, weights_A1 = mine_A // ids_Nk.shape[1], weights_Nk.reshape(-1, 1).index_select(0, mine_A)
-    y_ND, parts = torch.zeros_like(x_ND), (x_ND.index_select(0, rows_A), rows_A, weights_A1)
-    for e, (x_nD, rows_n, weights_n1) in enumerate(zip(*(one.split(counts[1:-1]) for one in parts), strict=True)):
+    x_AD, y_ND = x_ND.index_select(0, rows_A), torch.zeros_like(x_ND)
+    if multiplies_at_once(x_ND, gate_ups, counts):
+        inner_AI = gated(*products(x_AD, gate_ups, counts).chunk(2, dim=-1))
+        parts_ND = x_ND.new_zeros(len(ids_A), x_ND.shape[1])
+        parts_ND[mine_A] = products(inner_AI, downs, counts) * weights_A1
+        for part_ND in parts_ND.view(*ids_Nk.shape, -1).unbind(1):
+            y_ND += part_ND
+        return y_ND
+    parts = (x_AD.split(counts), rows_A.split(counts), weights_A1.split(counts))
+    for e, (x_nD, rows_n, weights_n1) in enumerate(zip(*parts, strict=True)):
         if len(rows_n) or e == 0:  # one takes part in any case, so that all have gradients
             inner_nI = gated(*product(x_nD, gate_ups[e]).chunk(2, dim=-1))
             y_ND.index_add_(0, rows_n, product(inner_nI, downs[e]) * weights_n1)

@@ -20,7 +20,7 @@ use F.linear.
 Legend: N rows, I inputs, O outputs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from rlhf_spmd.kernels import cpu
 
+MANY_ROWS = 64  # kernels/native/product.hpp
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # for which a library is chosen
 
 
@@ -220,6 +221,19 @@ def product(
     if torch.is_grad_enabled() and (x.requires_grad or weight_OI.requires_grad or _learns(bias_O)):
         return _Product.apply(x, weight_OI, bias_O, library)
     return _multiply(library, x, weight_OI, bias_O, len(weight_OI))
+
+
+def multiplies_at_once(x: Tensor, weights: Sequence[Tensor | Packed], counts: Sequence[int]) -> bool:
+    """Returns whether `products` exists for these: no gradient is asked, and the library is our own. Many rows of a
+    matrix that is not packed are faster by `product`, which packs it."""
+    one = weights[0]
+    library = one.library if isinstance(one, Packed) else _library(x, one)
+    return library is NATIVE and not torch.is_grad_enabled() and (isinstance(one, Packed) or max(counts) <= MANY_ROWS)
+
+
+def products(x_AI: Tensor, weights: Sequence[Tensor | Packed], counts: Sequence[int]) -> Tensor:
+    """Multiplies consecutive rows, counts[e] of them by matrix e, in one call -> y_AO, with the bits of `product`."""
+    return cpu.products(x_AI, [one.weight if isinstance(one, Packed) else one for one in weights], counts)
 
 
 def product_in(out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ static PyObject* call(Operation Operations::*which, PyObject* const* args, Py_ss
     }
 FUNCTION(pack, 4, false)
 FUNCTION(product, 10, false)
+FUNCTION(products, 8, false)
 FUNCTION(attention, 14, true)
 FUNCTION(norm, 11, true)
 FUNCTION(turn, 9, false)
@@ -58,7 +59,7 @@ static PyObject* use(PyObject*, PyObject* name) {
 }
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))name##_, METH_FASTCALL, 0}
-static PyMethodDef methods[] = {METHOD(pack), METHOD(product), METHOD(attention), METHOD(norm), METHOD(turn), METHOD(write),
-                                METHOD(gated), METHOD(masses), {"use", use, METH_O, 0}, {0, 0, 0, 0}};
+static PyMethodDef methods[] = {METHOD(pack), METHOD(product), METHOD(products), METHOD(attention), METHOD(norm), METHOD(turn),
+                                METHOD(write), METHOD(gated), METHOD(masses), {"use", use, METH_O, 0}, {0, 0, 0, 0}};
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", 0, -1, methods, 0, 0, 0, 0};
 PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&definition); }

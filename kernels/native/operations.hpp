@@ -18,6 +18,9 @@ struct Calls {
     static bool product(const int64_t* a, double) {
         return ::product(Product<T>{at(a[0]), at(a[1]), at(a[2]), to(a[3]), a[4], a[5], a[6], a[7], a[8], a[9] != 0});
     }
+    static bool products(const int64_t* a, double) {
+        return ::products(Products<T>{at(a[0]), (const int64_t*)a[1], (const int64_t*)a[2], to(a[3]), a[4], a[5], a[6], a[7]});
+    }
     static bool attention(const int64_t* a, double scale) {
         return ::attention(Attention<T>{at(a[0]), at(a[1]), at(a[2]), (const int32_t*)a[3], (const int64_t*)a[4], to(a[5]), a[6],
                                  a[7], a[8], a[9], a[10], a[11], a[12], a[13], (float)scale});
@@ -43,7 +46,7 @@ struct Calls {
                            a[8], a[9], a[10]});
         return true;
     }
-    static constexpr Operations table = {pack, product, attention, norm, turn, write, gated, masses};
+    static constexpr Operations table = {pack, product, products, attention, norm, turn, write, gated, masses};
 };
 
 }  // namespace

@@ -158,16 +158,23 @@ void panel_of(const Product<T>& p, long panel, long row, long rows, const float*
     }
 }
 
+// Rows that pass together through the panels: they and the sums of a panel stay in the caches.
+inline long rows_at_once(long num_in, long num_rows) {
+    long size = HELD / 4 / num_in / ROWS * ROWS;
+    size = size < 4 * ROWS ? 4 * ROWS : size;
+    return size < num_rows ? size : num_rows;
+}
+// Of a thread: a chunk and the sums.
+inline long own_bytes(long size) { return whole_lines((DEPTH + size) * COLUMNS * 4); }
+
 template <class T>
 bool product(Product<T> p) {
-    long num_panels = panels_of(p.num_out), size = HELD / 4 / p.num_in / ROWS * ROWS;
-    size = size < 4 * ROWS ? 4 * ROWS : size;
-    size = size < p.num_rows ? size : p.num_rows;
+    long num_panels = panels_of(p.num_out), size = rows_at_once(p.num_in, p.num_rows);
     long num_blocks = (p.num_rows + size - 1) / size, num_threads = omp_get_max_threads();
     long grain = num_panels * num_blocks / (8 * num_threads);  // small: a thread that has to wait does less
     grain = grain > 0 ? grain : 1;
     bool widens = sizeof(T) != 4 || p.stride_x != p.num_in, packs = !p.is_packed && p.num_rows > FEW_ROWS;
-    long own = whole_lines((DEPTH + size) * COLUMNS * 4);  // of a thread: a chunk and the sums
+    long own = own_bytes(size);
     Scratch scratch(num_threads * own + (widens ? whole_lines(p.num_rows * p.num_in * 4) : 0) +
                     (packs ? num_panels * COLUMNS * p.num_in * sizeof(T) : 0));
     if (!scratch.at) return false;
@@ -191,6 +198,51 @@ bool product(Product<T> p) {
         for (long task = 0; task < num_panels * num_blocks; task++) {
             long row = task / num_panels * size, count = p.num_rows - row < size ? p.num_rows - row : size;
             panel_of(p, task % num_panels, row, count, x + row * p.num_in, chunk, sums);
+        }
+    }
+    return true;
+}
+
+// Rows starts[e] to starts[e + 1] of x by matrix e: weights[e] is its address. x and y are contiguous.
+template <class T>
+struct Products {
+    const T* x;
+    const int64_t *weights, *starts;
+    T* y;
+    long num_matrices, num_in, num_out, is_packed;
+};
+
+// One parallel region for all matrices: a decode step has many, each with a few rows.
+template <class T>
+bool products(const Products<T>& p) {
+    long num_panels = panels_of(p.num_out), num_rows = p.starts[p.num_matrices], most = 1;
+    for (long e = 0; e < p.num_matrices; e++) {
+        long rows = p.starts[e + 1] - p.starts[e];
+        most = rows > most ? rows : most;
+    }
+    long size = rows_at_once(p.num_in, most), own = own_bytes(size), num_threads = omp_get_max_threads();
+    long grain = num_panels / (4 * num_threads);
+    grain = grain > 0 ? grain : 1;
+    bool widens = sizeof(T) != 4;
+    Scratch scratch(num_threads * own + (widens ? num_rows * p.num_in * 4 : 0));
+    if (!scratch.at) return false;
+    float* wide_x = (float*)(scratch.at + num_threads * own);
+    const float* x = widens ? wide_x : (const float*)p.x;
+#pragma omp parallel num_threads(num_threads)
+    {
+        if (widens) {
+#pragma omp for schedule(static)
+            for (long i = 0; i < num_rows * p.num_in; i++) wide_x[i] = wide(p.x[i]);
+        }
+        float *chunk = (float*)(scratch.at + omp_get_thread_num() * own), *sums = chunk + DEPTH * COLUMNS;
+#pragma omp for schedule(dynamic, grain)
+        for (long task = 0; task < p.num_matrices * num_panels; task++) {
+            long e = task / num_panels;
+            for (long row = p.starts[e]; row < p.starts[e + 1]; row += size) {
+                long left = p.starts[e + 1] - row;
+                Product<T> one{0, (const T*)p.weights[e], 0, p.y, 0, p.num_in, p.num_out, 0, p.num_out, p.is_packed != 0};
+                panel_of(one, task % num_panels, row, left < size ? left : size, x + row * p.num_in, chunk, sums);
+            }
         }
     }
     return true;

@@ -6,7 +6,7 @@
 typedef bool (*Operation)(const int64_t* numbers, double number);  // whether there was memory enough
 
 struct Operations {
-    Operation pack, product, attention, norm, turn, write, gated, masses;
+    Operation pack, product, products, attention, norm, turn, write, gated, masses;
 };
 struct Set {
     long columns;  // of a panel of packed weights

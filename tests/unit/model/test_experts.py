@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf_spmd.kernels.experts import choose, mixture, router_logits
-from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, Choice, use
+from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, Choice, packed, use
 from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
 from rlhf_spmd.model.attention import Packed
 from rlhf_spmd.model.hf import load_model
@@ -115,21 +115,25 @@ def test_a_sum_of_slices_is_the_mixture_and_no_expert_lacks_a_gradient():
     assert not nothing_ND.any() and not matrices[5].grad.any() and all(one.grad is not None for one in matrices[:5])
 
 
+@pytest.mark.parametrize("packs", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["native", "onednn"])
-def test_a_row_has_the_same_bits_alone(name, dtype):
+def test_a_row_has_the_same_bits_alone(name, dtype, packs):
+    """And by one product for each expert, which gradients need, as by all in one call."""
     if not LIBRARIES[name].exists(DTYPES[dtype]):
         pytest.skip(f"no {name} for {dtype} here")
-    given, matrices = some_rows(32)[:3], some_rows(32)[3:]
-    x_ND, ids_Nk, weights_Nk = given[0].to(DTYPES[dtype]), given[1], given[2].to(DTYPES[dtype])
-    gate_ups, downs = ([one.to(DTYPES[dtype]) for one in of] for of in matrices)
+    x_ND, ids_Nk, weights_Nk, *matrices = some_rows(200)
+    x_ND, weights_Nk = x_ND.to(DTYPES[dtype]), weights_Nk.to(DTYPES[dtype])
     use({dtype: Choice(name)})
     try:
+        gate_ups, downs = ([one.to(DTYPES[dtype]) for one in of] for of in matrices)
+        if packs:
+            gate_ups, downs = ([packed(one, 2) for one in of] for of in (gate_ups, downs))
+        by_each_ND = mixture(x_ND, ids_Nk, weights_Nk, gate_ups, downs, gated=silu_mul)
         with torch.no_grad():
-            beside_ND = mixture(x_ND, ids_Nk, weights_Nk, gate_ups, downs, gated=silu_mul)
-            for row in (slice(n, n + 1) for n in range(32)):
-                alone_1D = mixture(x_ND[row], ids_Nk[row], weights_Nk[row], gate_ups, downs, gated=silu_mul)
-                assert torch.equal(alone_1D, beside_ND[row]), row
+            for rows in (slice(0, 200), slice(0, 32), *(slice(n, n + 1) for n in range(32))):
+                some_ND = mixture(x_ND[rows], ids_Nk[rows], weights_Nk[rows], gate_ups, downs, gated=silu_mul)
+                assert torch.equal(some_ND, by_each_ND[rows]), rows
     finally:
         use({})
 
