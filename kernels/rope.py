@@ -9,6 +9,8 @@ pass is the rotation by the negative angle.
 Legend: T tokens, H query heads, K key-value heads, d head dim, f pairs of a head.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -39,8 +41,9 @@ def prepared(cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rope_in_place(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, ...]:
-    """Rotates q and k where they lie, by kernels, and returns q, k and v. Nothing else may read q and k, so that a
-    projection of q, k and v is kept once; their gradients lie side by side, as one product reads them (products.py)."""
+    """Rotates the first 2 f dims of q and k where they lie, by kernels, and returns q, k and v. Nothing else may read
+    q and k, so that a projection of q, k and v is kept once; their gradients lie side by side, as one product reads
+    them (products.py)."""
     return _Rope.apply(q_THd, k_TKd, v_TKd, cos_Tf, sin_Tf)
 
 
@@ -50,7 +53,8 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_THd, k_TKd, v_TKd, cos_Tf, sin_Tf):
         ctx.save_for_backward(cos_Tf, sin_Tf)
-        rope_triton(q_THd, k_TKd, cos_Tf, sin_Tf, out=(q_THd, k_TKd))
+        both = [x_THd[..., : 2 * cos_Tf.shape[1]] for x_THd in (q_THd, k_TKd)]
+        rope_triton(*both, cos_Tf, sin_Tf, out=both)
         return q_THd.detach(), k_TKd.detach(), v_TKd.detach()
 
     @staticmethod
@@ -58,8 +62,12 @@ class _Rope(torch.autograd.Function):
     def backward(ctx, q_grad_THd, k_grad_TKd, v_grad_TKd):
         sizes = [one.shape[1] for one in (q_grad_THd, k_grad_TKd, v_grad_TKd)]
         grads = q_grad_THd.new_empty(len(q_grad_THd), sum(sizes), q_grad_THd.shape[2]).split(sizes, dim=1)
-        rope_triton(q_grad_THd.contiguous(), k_grad_TKd.contiguous(), *ctx.saved_tensors, out=grads[:2], back=True)
-        grads[2].copy_(v_grad_TKd)
+        cos_Tf, sin_Tf = ctx.saved_tensors
+        dim = 2 * cos_Tf.shape[1]
+        both = [x_THd.contiguous()[..., :dim] for x_THd in (q_grad_THd, k_grad_TKd)]
+        rope_triton(*both, cos_Tf, sin_Tf, out=[grad[..., :dim] for grad in grads[:2]], back=True)
+        for grad, x_THd, first in zip(grads, (q_grad_THd, k_grad_TKd, v_grad_TKd), (dim, dim, 0), strict=True):
+            grad[..., first:] = x_THd[..., first:]
         return *grads, None, None
 
 
@@ -171,7 +179,7 @@ def rope_triton(
     cos_Tf: Tensor,
     sin_Tf: Tensor,
     *,
-    out: tuple[Tensor, Tensor] | None = None,
+    out: Sequence[Tensor] | None = None,
     back: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Launches a program per token. Only the last dims must be contiguous; cos and sin have the dtype of q.

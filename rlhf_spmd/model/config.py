@@ -23,7 +23,9 @@ ROPE_TYPES = {
     "dynamic": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("original_max_position_embeddings",),
 }
+_ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a number for each pair of dims
 
 # further optional numbers
 _ROPE_NUMBERS = (
@@ -149,6 +151,7 @@ class ModelConfig:
     activation: str = "silu"
     norm_offset: bool = False  # norms multiply by 1 + weight
     scales_embeddings: bool = False  # by the root of the hidden size, rounded as weights are
+    rotary_factor: float = 1.0  # the share of a head's dims that rope turns, the first ones
     embedding_scale: float = 1.0
     attention_scale: float = 0.0  # of the products of queries and keys; 0: 1 / sqrt(head_dim)
     residual_scale: float = 1.0  # of what attention and MLP add
@@ -168,8 +171,9 @@ class ModelConfig:
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly; "
                 "the number of attention heads must be a multiple of the number of key-value heads"
             )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise UserError(f"head_dim is {self.head_dim}, but rotary positions need an even number")
+        if self.head_dim < 2 or self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
+            turned = "" if self.rotary_factor == 1 else f", of which {self.rotary_factor} are turned"
+            raise UserError(f"head_dim is {self.head_dim}{turned}, but rotary positions need an even number")
         if FAMILIES[self.model_type].even_heads and self.hidden_size % self.num_heads:
             raise UserError(
                 f"hidden_size {self.hidden_size} is not a multiple of the {self.num_heads} attention heads, which "
@@ -182,6 +186,11 @@ class ModelConfig:
             value = (self.rope_scaling or {}).get(name)
             if not _is_number(value) or value <= 0:
                 raise UserError(f"rope type {self.rope_type!r} needs a positive number {name!r}, not {value!r}")
+        for name in _ROPE_LISTS if self.rope_type == "longrope" else ():
+            factors, pairs = (self.rope_scaling or {}).get(name), self.rotary_dim // 2
+            are_numbers = isinstance(factors, list) and all(_is_number(factor) and factor > 0 for factor in factors)
+            if not are_numbers or len(factors) != pairs:
+                raise UserError(f"rope type 'longrope' needs {pairs} positive numbers {name!r}")
 
     def _check_experts(self) -> None:
         if not self.num_experts and not FAMILIES[self.model_type].sizes:
@@ -200,6 +209,11 @@ class ModelConfig:
     def rope_type(self) -> str:
         scaling = self.rope_scaling or {}
         return scaling.get("rope_type") or scaling.get("type") or "default"
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dims of a head rope turns."""
+        return int(self.head_dim * self.rotary_factor)
 
     def window(self, layer: int) -> int | None:
         """Returns how many tokens a query in this layer sees, including its own; None: all of them."""
@@ -235,7 +249,7 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = num_heads
     sizes: dict[str, Any] = {name: _integer(values, key) for key, name in _SIZES.items()}
-    theta, scaling = _rope_from_hf(values)
+    theta, scaling, rotary_factor = _rope_from_hf(values, family)
     without_rope = _without_rope_from_hf(values, family, sizes["num_layers"])
     sliding_window, sliding_layers = _sliding_from_hf(values, family, sizes["num_layers"], without_rope)
     eos = values.get("eos_token_id")
@@ -257,6 +271,7 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
         layers_without_rope=without_rope,
+        rotary_factor=rotary_factor,
         bos_token_id=_token_id(values, "bos_token_id"),
         eos_token_ids=token_ids(eos),
         pad_token_id=_token_id(values, "pad_token_id"),
@@ -272,6 +287,8 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
     family, eos = FAMILIES[config.model_type], config.eos_token_ids
     scaling = {key: value for key, value in (config.rope_scaling or {}).items() if key != "type"}
     scaling = scaling | {"rope_type": config.rope_type}
+    if family.partial_rotary:
+        scaling["partial_rotary_factor"] = config.rotary_factor
     values = {
         "architectures": [family.prefix + ("ForCausalLM" if head == "lm" else "ForSequenceClassification")],
         "model_type": config.model_type,
@@ -293,6 +310,8 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
     values |= {key: getattr(config, fields[0]) for key, fields in family.switches.items()}
     has_rope = [int(layer not in config.layers_without_rope) for layer in range(config.num_layers)]
     values |= dict.fromkeys(family.without_rope[:1], has_rope)
+    if family.partial_rotary:
+        values[family.partial_rotary] = config.rotary_factor
     values |= {key: getattr(config, field) for key, field in family.numbers.items()}
     values |= _sliding_to_hf(config, family) | _experts_to_hf(config, family) | config.kept
     if head == "scalar":
@@ -334,9 +353,9 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
 
 
-def _rope_from_hf(values: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Returns (rope_theta, scaling or None), from `rope_parameters` (transformers 5) or `rope_theta` +
-    `rope_scaling`."""
+def _rope_from_hf(values: dict[str, Any], family: Family) -> tuple[float, dict[str, Any] | None, float]:
+    """Returns (rope_theta, scaling or None, the share of a head that is turned), from `rope_parameters` (transformers
+    5) or `rope_theta` + `rope_scaling`."""
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     parameters = values.get(key) or {}
     if not isinstance(parameters, dict):
@@ -346,21 +365,25 @@ def _rope_from_hf(values: dict[str, Any]) -> tuple[float, dict[str, Any] | None]
         raise UserError(f"{key!r} differs between kinds of layers, which is not supported")
     theta = parameters.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
     theta = _number({"rope_theta": theta}, "rope_theta")
-    partial = parameters.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
+    key = family.partial_rotary or "partial_rotary_factor"
+    partial = parameters.pop("partial_rotary_factor", None) or values.get(key) or 1.0
+    if partial != 1.0 and not family.partial_rotary:
         raise UserError(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
+    partial = _number({key: partial}, key)
     rope_type = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     if rope_type == "default":
-        return theta, None
+        return theta, None, partial
     if not isinstance(rope_type, str):
         raise UserError(f"'rope_type' is {rope_type!r}, but must be one of {', '.join(ROPE_TYPES)}")
-    if rope_type in ("llama3", "yarn") and "original_max_position_embeddings" in values:
+    if family.partial_rotary and "short_factor" in parameters:  # older names of it
+        rope_type = {"su": "longrope", "yarn": "longrope"}.get(rope_type, rope_type)
+    if rope_type in ("llama3", "yarn", "longrope") and "original_max_position_embeddings" in values:
         parameters["original_max_position_embeddings"] = values["original_max_position_embeddings"]
     for name in _ROPE_NUMBERS:
         if parameters.get(name) is not None:
             _number(parameters, name, zero=True)
-    return theta, {"rope_type": rope_type} | parameters
+    return theta, {"rope_type": rope_type} | parameters, partial
 
 
 def _without_rope_from_hf(values: dict[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:

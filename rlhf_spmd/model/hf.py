@@ -26,7 +26,7 @@ from rlhf_spmd.model.config import ModelConfig, naming, read_json
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
 from rlhf_spmd.model.random_weights import is_random, random_tensors
 from rlhf_spmd.model.stored_names import check_names, hugging_face_names
-from rlhf_spmd.model.stored_parts import cut, joined, table_of
+from rlhf_spmd.model.stored_parts import joined, ours_of, stored_of, table_of
 from rlhf_spmd.model.texts.template_time import format_time
 from rlhf_spmd.model.texts.tokenizer import Tokenizer, padding_token
 from rlhf_spmd.model.texts.tokenizer_files import (
@@ -108,8 +108,10 @@ def load_model(
     places = {name: found[there] for name, there in stored.items()}
     with naming(_file(folder)):
         table = table_of(shapes, config, stored)
-    expect = {part.name: part.shape for parts in table.values() for part in parts}
-    missing_head = check_names(_file(folder), stored, expect, head=head, tied=config.tie_embeddings)
+    parts = {part.name: part for some in table.values() for part in some}
+    expect = {name: part.shape for name, part in parts.items()}
+    needed = {part.there: None for part in parts.values()}
+    missing_head = check_names(_file(folder), stored, needed, head=head, tied=config.tie_embeddings)
     if missing_head and not fresh_head:
         raise UserError(
             f"{_file(folder)} has no tensor {missing_head[0]}, so it is not a reward model; give a folder saved from "
@@ -117,6 +119,8 @@ def load_model(
         )
     for name in missing_head:
         expect.pop(name)
+    stored |= {name: stored[parts[name].there] for name in expect}
+    places |= {name: places[parts[name].there] for name in expect}
 
     wanted = {part.name: part.slices(ours, shapes[name][0]) for name, ours in slices.items() for part in table[name]}
     held = {name: theirs for name, theirs in wanted.items() if theirs is not None}
@@ -155,7 +159,7 @@ def save_state(
     if head == "scalar":
         config = dataclasses.replace(config, pad_token_id=padding_token(folder, config))
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    stored = {there: part for name, tensor in state.items() for there, part in cut(name, tensor, config)}
+    stored = stored_of(state, config)
     weights.write_weights(folder, stored, max_shard_bytes=max_shard_bytes, are_parts=len(stored) > len(state))
     weights.write_json(folder / "config.json", model_config.to_hf(config, head=head, dtype=dtype))
 
@@ -449,9 +453,8 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtyp
         raise UserError(f"{gguf_file}: transformers cannot read this GGUF file ({error})") from None
     with naming(gguf_file):
         config = model_config.from_hf(model.config.to_dict() | {"quantization_config": None})  # dequantised by now
-    read, whole = model.state_dict(), Transformer(config, head="lm", device="meta").state_dict()
-    table = table_of({name: weight.shape for name, weight in whole.items()}, config, read)
-    state = {name: joined(parts, read) for name, parts in table.items()}
+    whole = Transformer(config, head="lm", device="meta").state_dict()
+    state = ours_of(model.state_dict(), {name: weight.shape for name, weight in whole.items()}, config)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     values = read_json(folder / "tokenizer_config.json")

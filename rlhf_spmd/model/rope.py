@@ -2,11 +2,12 @@
 
 Rotary position embedding (arXiv:2104.09864) rotates dimension pair i of a head by the angle position * frequency_i. The
 scalings extend a trained context: linear (frequencies / factor), dynamic NTK (a larger base beyond the trained length),
-yarn (arXiv:2309.00071, with its attention factor) and llama3 (frequencies of long wavelengths divided by the factor,
-with a smooth ramp). Frequencies are computed in float32, as in transformers, unless the model is float64.
+yarn (arXiv:2309.00071, with its attention factor), llama3 (frequencies of long wavelengths divided by the factor, with
+a smooth ramp) and longrope (arXiv:2402.13753: a factor for each frequency, others beyond the trained length).
+Frequencies are computed in float32, as in transformers, unless the model is float64.
 """
 
-# T tokens, f frequencies = head_dim / 2
+# T tokens, f frequencies: half of the dims of a head that are turned
 
 import math
 from collections.abc import Mapping
@@ -25,9 +26,14 @@ Turns: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]  # cos_Tf, sin_Tf of each
 
 
 class Ropes:
-    """The ropes of a model's layers. Frequencies are computed once per device and precision."""
+    """The ropes of a model's layers. Frequencies are computed once per device and precision.
+
+    longest: tokens of the longest row that the model will see, by which longrope chooses its factors once, so that
+        they do not differ between generation and training, nor by a row's neighbours; 0: by the rows of each pass.
+    """
 
     def __init__(self, config: ModelConfig):
+        self.longest = 0
         self._config = config
         self._frequencies: dict[tuple, tuple[Tensor, float]] = {}  # not a buffer: .bfloat16() would round it
 
@@ -38,15 +44,7 @@ class Ropes:
         return {ROPE: cos_sin(positions, frequencies_f, factor, dtype, fast=cached)}
 
     def _of(self, positions: Tensor, dtype: torch.dtype, *, cached: bool) -> tuple[Tensor, float]:
-        length = 0
-        if self._config.rope_type == "dynamic":
-            trained = self._config.max_position_embeddings
-            length = max(int(positions.max()) + 1, trained)
-            if cached and length > trained:
-                raise UserError(
-                    f"a model with dynamic rope cannot generate beyond its trained length of {trained} tokens, because "
-                    "further tokens change the frequencies of the keys already stored; shorten prompt + response"
-                )
+        length = self._length(positions, cached=cached)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         key = (positions.device, wide, length)
         if key not in self._frequencies:
@@ -54,23 +52,41 @@ class Ropes:
             self._frequencies[key] = frequencies_f.to(positions.device), factor
         return self._frequencies[key]
 
+    def _length(self, positions: Tensor, *, cached: bool) -> int:
+        """Returns the length on which the frequencies depend; 0: on none."""
+        rope_type, trained = self._config.rope_type, self._config.max_position_embeddings
+        if rope_type == "longrope":
+            assert self.longest or not cached, "stored keys need the factors of all later tokens"
+            return self.longest or int(positions.max()) + 1
+        if rope_type != "dynamic":
+            return 0
+        length = max(int(positions.max()) + 1, trained)
+        if cached and length > trained:
+            raise UserError(
+                f"a model with dynamic rope cannot generate beyond its trained length of {trained} tokens, because "
+                "further tokens change the frequencies of the keys already stored; shorten prompt + response"
+            )
+        return length
+
 
 def frequencies(config: ModelConfig, *, length: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
     """Returns (frequencies_f in radians per position, the factor on cos and sin).
 
-    length: tokens in the longest current sequence; only `dynamic` uses it.
+    length: tokens in the longest sequence; only `dynamic` and `longrope` use it.
     """
     scaling, rope_type = config.rope_scaling or {}, config.rope_type
     if rope_type == "default":
-        return _plain(config.rope_theta, config.head_dim, dtype), 1.0
+        return _plain(config.rope_theta, config.rotary_dim, dtype), 1.0
     if rope_type == "linear":
-        return _plain(config.rope_theta, config.head_dim, dtype) / scaling["factor"], 1.0
+        return _plain(config.rope_theta, config.rotary_dim, dtype) / scaling["factor"], 1.0
     if rope_type == "dynamic":
-        factor, trained, dim = scaling["factor"], config.max_position_embeddings, config.head_dim
+        factor, trained, dim = scaling["factor"], config.max_position_embeddings, config.rotary_dim
         stretch = factor * max(length, trained) / trained - (factor - 1)
         return _plain(config.rope_theta * stretch ** (dim / max(dim - 2, 1)), dim, dtype), 1.0
     if rope_type == "yarn":
         return _yarn(config, scaling, dtype)
+    if rope_type == "longrope":
+        return _longrope(config, scaling, length, dtype)
     assert rope_type == "llama3", rope_type
     return _llama3(config, scaling, dtype), 1.0
 
@@ -88,26 +104,32 @@ def cos_sin(
 
 
 def turned(
-    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor, *, packed: bool, fast: bool
+    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor, *, dim: int, packed: bool, fast: bool
 ) -> tuple[Tensor, ...]:
     """Returns queries and keys turned, and values as they are.
 
+    dim: of a head that are turned, the first ones.
     packed: where kernels run, they turn q and k where they lie.
     fast: in one launch, without a backward pass on a GPU.
     """
     if packed and fused(q_THd):
         return rope_in_place(q_THd, k_TKd, v_TKd, cos_Tf, sin_Tf)
-    return *(kernel if fast else rope_ref)(q_THd, k_TKd, cos_Tf, sin_Tf), v_TKd
+    turn = kernel if fast else rope_ref
+    if dim == q_THd.shape[-1]:
+        return *turn(q_THd, k_TKd, cos_Tf, sin_Tf), v_TKd
+    turned_THd, turned_TKd = turn(q_THd[..., :dim], k_TKd[..., :dim], cos_Tf, sin_Tf)
+    q_THd = torch.cat((turned_THd, q_THd[..., dim:]), dim=-1)
+    return q_THd, torch.cat((turned_TKd, k_TKd[..., dim:]), dim=-1), v_TKd
 
 
-def _plain(theta: float, dim: int, dtype: torch.dtype) -> Tensor:
-    return 1.0 / theta ** (torch.arange(0, dim, 2).to(dtype) / dim)
+def _plain(theta: float, dim: int, dtype: torch.dtype, factors_f: Tensor | float = 1.0) -> Tensor:
+    return 1.0 / (factors_f * theta ** (torch.arange(0, dim, 2).to(dtype) / dim))
 
 
 def _yarn(config: ModelConfig, scaling: dict, dtype: torch.dtype) -> tuple[Tensor, float]:
     """Scales frequencies as YaRN (arXiv:2309.00071): fast pairs keep their frequency, slow ones are divided by the
     factor, with a ramp between."""
-    dim, theta = config.head_dim, config.rope_theta
+    dim, theta = config.rotary_dim, config.rope_theta
     trained = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
     factor = scaling.get("factor") or config.max_position_embeddings / trained
 
@@ -133,12 +155,24 @@ def _yarn(config: ModelConfig, scaling: dict, dtype: torch.dtype) -> tuple[Tenso
     return fast_frequencies_f / factor * slow_f + fast_frequencies_f * (1 - slow_f), float(attention_factor)
 
 
+def _longrope(config: ModelConfig, scaling: dict, length: int, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Divides each frequency by a factor of its own, as LongRoPE found them: others in sequences beyond the trained
+    length."""
+    trained = scaling["original_max_position_embeddings"]
+    ratio = scaling.get("factor") or config.max_position_embeddings / trained
+    factors_f = torch.tensor(scaling["long_factor" if length > trained else "short_factor"], dtype=dtype)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(ratio) / math.log(trained)) if ratio > 1 else 1.0
+    return _plain(config.rope_theta, config.rotary_dim, dtype, factors_f), attention_factor
+
+
 def _llama3(config: ModelConfig, scaling: dict, dtype: torch.dtype) -> Tensor:
     """Scales frequencies as Llama 3.1: wavelengths above trained/low are divided by the factor, those below
     trained/high are kept."""
     factor, low, high = (scaling[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
     trained = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-    plain_f = _plain(config.rope_theta, config.head_dim, dtype)
+    plain_f = _plain(config.rope_theta, config.rotary_dim, dtype)
     turns_f = trained * plain_f / (2 * math.pi)  # turns over the trained length
     smooth_f = ((turns_f - low) / (high - low)).clamp(0, 1)
     return (1 - smooth_f) * plain_f / factor + smooth_f * plain_f

@@ -81,7 +81,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
         self.layer, self.head_dim, self.window = layer, config.head_dim, config.window(layer)
-        self.rope = config.rope_of(layer)
+        self.rope, self.rotary_dim = config.rope_of(layer), config.rotary_dim
         self.group = parallel.group
         queries, keys = (len(extent(config, what, parallel.shard)) for what in ("queries", "keys"))
         self.sizes = [queries, keys, keys]
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         if self.qk_norm and not self.qk_norm_of_all:
             q, k = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast)
         if self.rope is not None:
-            q, k, v = turned(q, k, v, *turns[self.rope], packed=context.packed, fast=fast)
+            q, k, v = turned(q, k, v, *turns[self.rope], dim=self.rotary_dim, packed=context.packed, fast=fast)
         mixed = context.attend(self.layer, scaled(q, self.scale), k, v, self.window)
         return self.o_proj(mixed.flatten(-2), packed=context.packed, dropout=context.dropout)
 
@@ -226,7 +226,7 @@ class Transformer(nn.Module):
         self.config, self.head, self.parallel, self.recompute = config, head, parallel, recompute
         self.adapters = adapters
         self.kept: object = None  # of generation: see Copies
-        self._ropes = Ropes(config)
+        self.ropes = Ropes(config)
         unembeds = parallel.is_last and head == "lm"
         vocabulary = vocabulary_of(config, shard)
         with torch.device("meta"):
@@ -403,7 +403,7 @@ class Transformer(nn.Module):
 
     def rotations(self, context: AttentionContext, dtype: torch.dtype) -> Turns:
         """Returns what turns all tokens, for the layers."""
-        return self._ropes(context.positions, dtype, cached=context.cached)
+        return self.ropes(context.positions, dtype, cached=context.cached)
 
     def besides_layers(self) -> list[nn.Module]:
         """Returns the modules with weights that are not layers: embedding, final norm, head."""

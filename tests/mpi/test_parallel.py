@@ -56,7 +56,12 @@ SHAPES = {  # uneven everywhere: heads, intermediate 13, vocabulary 37
         "sliding_layers": (1, 2, 3),
         "layers_without_rope": (0, 3),
     },
-    "three heads": {"num_heads": 6, "num_kv_heads": 3, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "three heads": {
+        "num_heads": 6,
+        "num_kv_heads": 3,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rotary_factor": 0.5,
+    },
 }
 
 

@@ -18,7 +18,8 @@ from rlhf_spmd.model.adapters.config import OUTER, AdapterConfig, base_of
 from rlhf_spmd.model.adapters.files import check_base, read_adapter
 from rlhf_spmd.model.adapters.uniform import is_whole, model_files
 from rlhf_spmd.model.config import naming
-from rlhf_spmd.model.stored_parts import to_hf_name
+from rlhf_spmd.model.families import FAMILIES
+from rlhf_spmd.model.stored_parts import ours_of, stored_of, to_hf_name
 from rlhf_spmd.model.transformer import Transformer
 
 
@@ -67,7 +68,10 @@ def merge_into(
     saved: Mapping[str, Tensor],
 ) -> Merged:
     """Merges an adapter into a whole model in memory. Raises UserError if it does not fit."""
-    state = {to_hf_name(name): weight for name, weight in model.state_dict().items()}
+    ours, joint = model.state_dict(), FAMILIES[model.config.model_type].joint
+    state = {to_hf_name(name): weight for name, weight in ours.items()}
+    if joint:
+        state = stored_of(ours, model.config)
     check_base(config, factors, saved, {name: weight.shape for name, weight in state.items()})
     num_updated = num_lost = 0
     dtype = next(iter(state.values())).dtype
@@ -77,6 +81,8 @@ def merge_into(
         weight = state[f"{path}.weight"]
         updated, lost = _add(weight, a, b, config.scale_of(path))
         num_updated, num_lost = num_updated + updated, num_lost + lost
+    if joint:
+        model.load_state_dict(ours_of(state, {name: weight.shape for name, weight in ours.items()}, model.config))
     if wrong := next((name for name, weight in state.items() if not weight.isfinite().all()), ""):
         raise UserError(f"with it {wrong} has numbers that are not finite in {dtype}; give a base of a wider type")
     return Merged(num_updated, num_lost, dtype)

@@ -18,6 +18,7 @@ from rlhf_spmd.model.adapters.config import (
     merge_here,
 )
 from rlhf_spmd.model.config import naming, read_config_json, read_json
+from rlhf_spmd.model.families import FAMILIES
 from rlhf_spmd.model.texts.tokenizer_files import GENERATION, Texts, has_tokenizer, same_behaviour
 from rlhf_spmd.plan.adapters import LINEAR_LAYERS, Adapters
 
@@ -139,8 +140,12 @@ def adapters_in(folder: str, base: str) -> tuple[Adapters, AdapterConfig]:
     """Returns the adapters in a folder, as options of a run describe them. base: the folder of their base. Raises
     UserError for what is not supported, and if they are not the same in all layers."""
     values = read_json(Path(folder) / CONFIG)
-    paths = layer_paths(read_config_json(Path(base) / "config.json").num_layers)
+    model = read_config_json(Path(base) / "config.json")
+    paths = layer_paths(model.num_layers)
     with naming(Path(folder) / CONFIG):
+        joint = [f"model.layers.0.{name}" for name in FAMILIES[model.model_type].joint]
+        if several := [path for path in joint if is_target(values, path)]:
+            raise UserError(f"it changes {several[0]}, which is several matrices of a run; {merge_here(folder)}")
         every = [*OUTER, *(path for some in paths.values() for path in some)]
         config = from_peft(values, [path for path in every if is_target(values, path)], folder)
         others = [*filter(config.adapts, OUTER), *(name for name in config.modules_to_save if name not in SCORES)]

@@ -1,6 +1,7 @@
 """Adapters beside the weights of a model, as runs have them: to peft's folder, and from it into a shard of a model."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
 from rlhf_spmd.model.adapters.config import OUTER, AdapterConfig, merge_here
-from rlhf_spmd.model.adapters.files import check_base, read_adapter, write_adapter
+from rlhf_spmd.model.adapters.files import Factors, check_base, read_adapter, write_adapter
 from rlhf_spmd.model.adapters.uniform import BASE_HERE, adapters_in, model_files
 from rlhf_spmd.model.config import naming
+from rlhf_spmd.model.families import FAMILIES
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
 from rlhf_spmd.model.stored_parts import to_hf_name
 from rlhf_spmd.model.texts.tokenizer_files import Texts
@@ -30,18 +32,48 @@ def save_adapter(state: Mapping[str, Tensor], model: Transformer, folder: Path, 
     layers = sorted(name.removesuffix(f".{A}") for name in state if name.endswith(f".{A}"))
     factors = {to_hf_name(layer): (state[f"{layer}.{A}"], state[f"{layer}.{B}"]) for layer in layers}
     saved = {to_hf_name(name): one for name, one in state.items() if not name.endswith((f".{A}", f".{B}"))}
+    joint, targets, num_parts = _joined(factors, adapters.targets, model)
+    widths = {name: math.sqrt(num) if adapters.rslora else num for name, num in num_parts.items()}
     config = AdapterConfig(
         adapters.rank,
         int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha,  # as peft writes it
         adapters.rslora,
-        tuple(sorted(adapters.targets)),
+        tuple(sorted(targets)),
+        {name: adapters.rank * num for name, num in num_parts.items()},
+        {name: adapters.alpha * width for name, width in widths.items()},
         modules_to_save=tuple(sorted(name.removesuffix(".weight") for name in saved)),
         task_type="CAUSAL_LM" if head == "lm" else "SEQ_CLS",
         base=str(base),
         dropout=adapters.dropout,
     )
-    write_adapter(folder, config, factors, saved)
+    write_adapter(folder, config, joint, saved)
     hf.write_texts(folder, model.config, beside)
+
+
+def _joined(
+    factors: Factors, targets: Collection[str], model: Transformer
+) -> tuple[Factors, list[str], dict[str, int]]:
+    """Returns factors, the names of layers that have some, and of how many of ours each of the others is made, as a
+    folder has them whose matrices are several of ours: their A one below the other, their B along a diagonal."""
+    joint, names, num_parts = dict(factors), [*targets], dict[str, int]()
+    whole = Transformer(model.config, head=model.head, device="meta").state_dict()
+    for matrix, rows in FAMILIES[model.config.model_type].joint.items():
+        num = sum(inner.rpartition(".")[2] in targets for inner in rows)
+        if not num:
+            continue
+        name = matrix.rpartition(".")[2]
+        names = [name, *(layer for layer in names if f".{layer}" not in {inner[inner.rindex(".") :] for inner in rows})]
+        num_parts[name] = num
+        for layer in range(model.config.num_layers):
+            place = to_hf_name(f"layers.{layer}.")
+            sizes = [whole[f"layers.{layer}.{inner}.weight"].shape for inner in rows]
+            nothing = [(torch.empty(0, columns), torch.empty(size, 0)) for size, columns in sizes]
+            pairs = [joint.pop(place + inner, no) for inner, no in zip(rows, nothing, strict=True)]
+            joint[place + matrix] = (
+                torch.cat([a.cpu() for a, _ in pairs]),
+                torch.block_diag(*(b.cpu() for _, b in pairs)),
+            )
+    return joint, names, num_parts
 
 
 @torch.no_grad()

@@ -2,7 +2,19 @@
 
 from collections.abc import Collection
 
-from rlhf_spmd.model.families import gemma, granite, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe, smollm3
+from rlhf_spmd.model.families import (
+    gemma,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 
 FAMILIES = {
     "llama": llama.FAMILY,
@@ -12,6 +24,7 @@ FAMILIES = {
     "smollm3": smollm3.FAMILY,
     "gemma": gemma.FAMILY,
     "granite": granite.FAMILY,
+    "phi3": phi3.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "olmoe": olmoe.FAMILY,

@@ -31,6 +31,9 @@ class Family:
     windows: the keys that say which layers have a sliding window; without max_window_layers and layer_types all have.
     without_rope: the key that has a 0 for each layer without rope, else a 1, and the key of the step from one such
         layer to the next, for a list that is missing.
+    partial_rotary: the key of the share of a head's dims that rope turns; empty: it turns all.
+    kept: keys that are written as they were read.
+    joint: matrices in a folder -> ours, one below the other, that are its rows.
     even_heads: whether transformers refuses a hidden size that is not a multiple of the number of heads.
 
     Of mixtures of experts, where no key of sizes, switches or first_dense may be missing:
@@ -38,7 +41,6 @@ class Family:
     sizes: keys -> the fields that they give, beside those of all models.
     first_dense: the keys that list dense layers, which must be the first ones, and the step from one sparse layer to
         the next, which must be 1; empty: all layers are sparse.
-    kept: keys that are written as they were read.
     tensors: our matrices of a layer -> those in a folder whose rows, one below the other, they are; `{}`: of each
         expert.
     """
@@ -52,8 +54,10 @@ class Family:
     numbers: Mapping[str, str] = field(default_factory=dict)
     windows: tuple[str, ...] = ()
     without_rope: tuple[str, ...] = ()
+    partial_rotary: str = ""
+    kept: tuple[str, ...] = ()
+    joint: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     even_heads: bool = False
     sizes: Mapping[str, str] = field(default_factory=dict)
     first_dense: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

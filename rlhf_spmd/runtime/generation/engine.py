@@ -89,6 +89,7 @@ class Engine:
         self.model, self.parallel, self.decode, self.turns = model, model.parallel, decode, turns
         assert turns is None or (self.parallel.group is None and self.parallel.stages is None), "tp = pp = 1"
         self.device = next(model.parameters()).device
+        model.ropes.longest = max(model.ropes.longest, longest)
         block_size = block_size or (longest if self.device.type == "cpu" else GPU_BLOCK)
         shard, known = self.parallel.shard, known or KnownTokens(model.config.vocab_size)
         slices = [vocabulary_of(model.config, replace(shard, tp_index=index)) for index in range(shard.tp)]

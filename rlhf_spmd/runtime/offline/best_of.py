@@ -52,6 +52,8 @@ class Judge:
         if is_folder(reward):
             dtype = DTYPES[options.dtype]
             self.model = load_any(reward, head="scalar", dtype=dtype, device=device).eval()
+            longest = max((len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts), default=0)
+            self.model.ropes.longest = longest
             reward, files = model_files(reward, option=BASE_HERE).folder, model_files(model, option=BASE_HERE)
             if not same_tokenizer(reward, files.tokenizer):
                 self.texts = RewardTexts(reward, self.model.config, self.key, "reward model", started=options.started)

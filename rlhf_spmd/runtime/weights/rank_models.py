@@ -110,6 +110,8 @@ class RankModels:
             self.copies[name, shard] = self._model(name, layout).eval().requires_grad_(False)
             if layout.offload:
                 self.offloaded[name, shard] = OffloadedCopy(self.copies[name, shard])
+        for model in (*self._to_train.values(), *self.copies.values()):
+            model.ropes.longest = config.data.max_prompt + config.row_tokens
 
     def _heads_of_bases(self, held: Iterable[tuple[str, Layout]]) -> dict[tuple[str, Shard], Head]:
         """Returns the head with which each base is loaded: that of a language model if a model on it here has one."""

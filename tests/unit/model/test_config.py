@@ -36,6 +36,16 @@ def test_old_configs_mean_the_same():
     assert from_hf({"model_type": "llama", **missing}).num_kv_heads == 6
 
 
+PHI = {"model_type": "phi3"}
+
+
+def test_older_names_of_longrope():
+    factors = {"short_factor": [1.0] * 5, "long_factor": [2.0] * 5}
+    old, new = (PHI | SMALL | {"rope_scaling": {"type": name} | factors} for name in ("su", "longrope"))
+    assert from_hf(old) == from_hf(new) and from_hf(new).rope_type == "longrope"
+    assert from_hf(new).rope_scaling["original_max_position_embeddings"] == 4096
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -57,6 +67,12 @@ def test_old_configs_mean_the_same():
         ({"model_type": "granite", "logits_scaling": 0}, "'logits_scaling' is 0, but must be a positive number"),
         ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act 'silu' is not supported; .* gelu_pytorch_tanh"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        (PHI | {"partial_rotary_factor": 0.5}, "head_dim is 10, of which 0.5 are turned, but rotary positions need"),
+        (PHI | {"partial_rotary_factor": 1.5}, "head_dim is 10, of which 1.5"),
+        (
+            PHI | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 5}},
+            "needs 5 positive numbers 'long_factor'",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
 from rlhf_spmd.model.config import from_hf
+from rlhf_spmd.model.parallel import Parallel, slice_of
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.shard import Shard
 from tests.folders import save_model
 
 SMALL = {
@@ -32,6 +35,13 @@ FAMILIES = {
     "mistral": {"sliding_window": 6, "head_dim": 10},
     "qwen2 tied": {"tie_word_embeddings": True} | WINDOW,
     "qwen3": {"head_dim": 12},
+    "phi3": {
+        "rope_parameters": {
+            **{"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+            **{"short_factor": [1.0, 1.1, 1.5], "long_factor": [1.0, 2.5, 6.0]},
+        },
+        **{"original_max_position_embeddings": 8, "pad_token_id": 0},
+    },
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
     "gemma": {"head_dim": 12},
     "granite": {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8.0, "mlp_bias": True},
@@ -115,10 +125,26 @@ def test_loads_what_transformers_saved_and_back(case, tmp_path):
 
     save_model(mine, tmp_path / "ours")
     close(their_logits(tmp_path / "ours"), expected)
+    stored, written = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert stored.keys() == written.keys() and all(torch.equal(one, written[name]) for name, one in stored.items())
     again = hf.load_model(tmp_path / "ours", head="lm")
     assert again.config == mine.config
     for name, weight in again.state_dict().items():
         assert torch.equal(weight, mine.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("shard", [Shard(1, 2), Shard(tp=2, tp_index=1)], ids=str)
+def test_a_shard_reads_its_own_rows_of_joint_matrices_alone(shard, tmp_path, monkeypatch):
+    theirs("phi3").save_pretrained(tmp_path)
+    whole = hf.load_model(tmp_path, head="lm")
+    reads = []
+    read = hf.weights.read_weights
+    monkeypatch.setattr(hf.weights, "read_weights", lambda *given: reads.append(read(*given)) or dict(reads[-1]))
+    group = SimpleNamespace(size=lambda: shard.tp) if shard.tp > 1 else None
+    part, state = hf.load_model(tmp_path, head="lm", parallel=Parallel(shard, group)), whole.state_dict()
+    for name, one in part.state_dict().items():
+        assert torch.equal(one, state[name][slice_of(name, whole.config, shard)]), name
+    assert sum(one.numel() for one in reads[0].values()) == sum(one.numel() for one in part.parameters())
 
 
 @pytest.mark.parametrize("save_in_shards", [False, True])

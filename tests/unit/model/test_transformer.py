@@ -12,6 +12,7 @@ from rlhf_spmd.model.config import from_hf
 from rlhf_spmd.model.norm import RMSNorm
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.sequences import Sequences
+from rlhf_spmd.model.stored_parts import ours_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import Shard
 
@@ -35,6 +36,13 @@ LLAMA3 = {
 MULTIPLIERS = {
     **{"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 1.3},
     "tie_word_embeddings": True,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.5],
+    "long_factor": [1.0, 2.5, 4.0, 6.0],
+    "partial_rotary_factor": 0.8,
+    "rope_theta": 1e4,
 }
 CASES = {
     "llama": ("llama", {}),
@@ -77,6 +85,13 @@ CASES = {
     "gemma biases": ("gemma", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": False}),
     "granite": ("granite", MULTIPLIERS),
     "granite biases": ("granite", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 3}),
+    "phi3": ("phi3", {"sliding_window": 6, "pad_token_id": 0}),
+    "phi3 partial": ("phi3", {"tie_word_embeddings": True, "partial_rotary_factor": 0.61, "pad_token_id": 0}),
+    "longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 60, "pad_token_id": 0}),
+    "longrope beyond": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "pad_token_id": 0},
+    ),
     "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
@@ -120,11 +135,12 @@ def theirs(case: str, *, head: str = "lm", seed: int = 0, **more):
 def ours(model, *, head: str = "lm", dtype: torch.dtype = torch.float32) -> Transformer:
     """Returns the same weights in our transformer."""
     mine = Transformer(from_hf(model.config.to_dict()), head=head, dtype=dtype)
-    state = {name.removeprefix("model."): weight for name, weight in model.state_dict().items()}
-    if mine.config.tie_embeddings:
-        state.pop("lm_head.weight", None)
-    mine.load_state_dict(state)
+    mine.load_state_dict(by_our_names(model.state_dict(), mine))
     return mine
+
+
+def by_our_names(stored, mine: Transformer):
+    return ours_of(stored, {name: weight.shape for name, weight in mine.state_dict().items()}, mine.config)
 
 
 def some_tokens(batch: int, length: int, vocab_size: int, seed: int = 1) -> torch.Tensor:
@@ -153,7 +169,7 @@ def test_gradients_equal_transformers(case):
     weight_BTV = torch.randn(2, 19, model.config.vocab_size, generator=torch.Generator().manual_seed(3))
     (model(tokens_BT).logits * weight_BTV).sum().backward()
     (mine.logits(mine(tokens_BT)) * weight_BTV).sum().backward()
-    expected = {name.removeprefix("model."): weight.grad for name, weight in model.named_parameters()}
+    expected = by_our_names({name: weight.grad for name, weight in model.named_parameters()}, mine)
     for name, weight in mine.named_parameters():
         scale = expected[name].abs().max().item()
         torch.testing.assert_close(weight.grad, expected[name], atol=2e-5 * scale, rtol=1e-4, msg=name)

@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
 from rlhf_spmd.model.adapters.files import PREFIX, read_adapter
+from rlhf_spmd.model.adapters.merge import merge
 from rlhf_spmd.model.adapters.uniform import adapters_in, is_adapter
 from rlhf_spmd.model.adapters.unmerged import load_any, save_adapter, take_adapter
 from rlhf_spmd.model.parallel import Parallel, slice_of
 from rlhf_spmd.model.texts.tokenizer_files import same_behaviour
-from rlhf_spmd.plan.adapters import Adapters
+from rlhf_spmd.plan.adapters import LINEAR_LAYERS, Adapters
 from rlhf_spmd.plan.shard import Shard
 from tests.folders import write_model
 from tests.unit.model.adapters.test_files import ADAPTERS, logits_of
@@ -40,6 +41,24 @@ def test_the_logits_of_peft_and_the_folder_written_again(name, tmp_path):
     _, again, saved_again = read_adapter(tmp_path)
     assert again.keys() == factors.keys() and saved_again.keys() == saved.keys()
     assert all(torch.equal(one, other) for path in again for one, other in zip(again[path], factors[path], strict=True))
+
+
+@pytest.mark.parametrize("targets", [LINEAR_LAYERS, ("q_proj", "v_proj", "up_proj", "down_proj")], ids=len)
+def test_adapters_of_joint_matrices_are_written_as_one(targets, tmp_path):
+    base = write_model(tmp_path / "base", model_type="phi3")
+    model = hf.load_model(base, head="lm").with_adapters(Adapters(2, 5.0, targets, rslora=len(targets) < 7))
+    state = {key: one for key, one in model.state_dict().items() if key in model.trained_names()}
+    for one in state.values():
+        one.normal_(generator=torch.Generator().manual_seed(1))
+    save_adapter(state, model, tmp_path / "adapter", hf.Texts(base), base=base)
+    layers = {path.rpartition(".")[2] for path in read_adapter(tmp_path / "adapter")[1]}
+    assert layers == {"qkv_proj", "gate_up_proj", "down_proj"} | ({"o_proj"} & {*targets})
+    with pytest.raises(UserError, match="model.layers.0.self_attn.qkv_proj, which is several matrices .* merge it"):
+        load_any(str(tmp_path / "adapter"), head="lm", dtype=torch.float32)
+    merge(tmp_path / "adapter", tmp_path / "merged")
+    merged, tokens_BT = hf.load_model(tmp_path / "merged", head="lm"), torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(merged.logits(merged(tokens_BT)), model.logits(model(tokens_BT)))
 
 
 def test_the_folder_has_the_tokenizer_and_the_tokens_that_are_never_drawn(tmp_path):

@@ -27,6 +27,7 @@ FEW += (
     "smollm3",
     "gemma",
     "granite",
+    "longrope beyond",
     "linear",
     "dynamic",
     "yarn",

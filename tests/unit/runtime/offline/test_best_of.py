@@ -42,7 +42,9 @@ def judge(folder, reward: str, prompts: list[Prompt]) -> Judge:
 def test_a_reward_model_scores_tokens(folders):
     prompts = [Prompt(0, "ba", [3], Sampling(4)), Prompt(1, "be bi", [4, 5], Sampling(4))]
     responses = [[6, 7, 1], [8]]
-    found = judge(folders, str(folders / "reward"), prompts).scores(prompts, LINES, responses)
+    judging = judge(folders, str(folders / "reward"), prompts)
+    assert judging.model.ropes.longest == 6
+    found = judging.scores(prompts, LINES, responses)
     model = load_model(folders / "reward", head="scalar")
     for prompt, response, score in zip(prompts, responses, found, strict=True):
         expected = model.scalar(model(torch.tensor([[*prompt.tokens, *response]]))[0])[-1]

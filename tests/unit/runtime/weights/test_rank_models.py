@@ -106,4 +106,6 @@ def test_a_reward_model_without_a_head_is_none_but_a_critic_may_start_at_zero(fo
     config = config_of(folder, critic="actor")
     models = RankModels(compiled(config), config, OneRank())
     models.start()
+    here = [*(engine.model for engine in models.engines.values()), *models.copies.values()]
+    assert {model.ropes.longest for model in here} == {config.data.max_prompt + config.row_tokens}
     assert not models.engines["critic"].model.score.weight.any()
