@@ -70,6 +70,8 @@ class TimedModel:
         self.generating: Engine | None = None  # kept from one timing to the next, with what it has captured
         workflow, head = workload.workflow, "scalar" if shape.scalar_head else "lm"
         self.call = next(call for call in workflow.train_calls if workflow.heads[call.model] == head)
+        routed = {self.call.model: replace(shape, num_layers=MANY)}  # rows have routes of so many layers
+        workload = replace(workload, models={**workload.models, **routed})
         self.job = _job_of(world, config, workload, self.call, self.layout, shape.vocab_size)
 
     def rows(self, lengths: Sequence[tuple[int, int]]) -> Rows:
@@ -90,7 +92,12 @@ class TimedModel:
             elif key in map(actions_of, self.call.responses):  # of episodes: all tokens are drawn
                 rows[key] = (responses_BG >= 0).float()
             elif kind == "routes":
-                size = num_rows, self.grid.longest, self.model.config.num_layers, self.shape.experts_per_token
+                size = (
+                    num_rows,
+                    self.grid.longest,
+                    MANY,
+                    self.shape.experts_per_token,
+                )  # a model with few takes the first
                 chosen = torch.rand(*size[:3], self.shape.num_experts).topk(size[3]).indices.sort().values
                 rows[key] = chosen.to(device, torch.uint8)
             elif key not in rows:

@@ -10,9 +10,10 @@ from rlhf_spmd import embedded
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.pages.algorithm import algorithm_names
-from rlhf_spmd.runtime.profile.model_timings import TimedModel
+from rlhf_spmd.runtime.profile.model_timings import FEW, MANY, TimedModel
 from tests.unit.runtime.profile.test_profile import TOY
 
+MIXTURE = (f"models.actor={embedded.path_of('mixture/actor')}",)
 EPISODES = ("environment=m:f", "samples_per_prompt=2")
 
 
@@ -35,16 +36,17 @@ def test_what_an_engine_captures_is_not_timed():
 
 @pytest.mark.parametrize(
     ("algorithm", "more"),
-    [*((name, ()) for name in algorithm_names()), ("grpo", EPISODES), ("sft", ("dtype=bfloat16",))],
+    [*((name, ()) for name in algorithm_names()), ("grpo", EPISODES), ("sft", ("dtype=bfloat16",)), ("grpo", MIXTURE)],
 )
 def test_a_training_step_of_every_page_is_timed(algorithm, more):
-    """Also of one whose loss is divided by the sum of a column, and of one that learns from episodes."""
+    """Also of one whose loss is divided by the sum of a column, of one that learns from episodes, and of a mixture: the
+    rows that a model with few layers makes are those of one with many."""
     words = [f"models.teacher={embedded.path_of('tiny/actor')}"] if algorithm == "distill" else [*more]
     config = presets.load("tiny", words, algorithm=algorithm)
     workload, world = make_workload(config), SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
     model = next(iter(workload.workflow.trained_models))
-    subject = TimedModel(world, config, workload, TOY, workload.models[model], 1, 1)
-    engine, rows = subject.engine(), subject.rows([(4, 4), (4, 2)])
+    few, subject = (TimedModel(world, config, workload, TOY, workload.models[model], 1, num) for num in (FEW, MANY))
+    engine, rows = subject.engine(), few.rows([(4, 4), (4, 2)])
     for _ in range(2):
         subject.train(engine, rows)  # it raises if no row counts
     subject.train(engine, rows, update=True)
