@@ -18,7 +18,7 @@ from rlhf_spmd.plan.workload import SHAPES, ModelShape
 LONGEST = 2**17  # tokens of a sequence of a model with random weights
 SIZES = (  # that ModelShape and ModelConfig have
     *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
-    *("num_experts", "experts_per_token", "expert_size", "num_dense_layers"),
+    *("norms", "num_experts", "experts_per_token", "expert_size", "num_dense_layers"),
 )
 FLAGS = {  # fields of ModelShape -> those of ModelConfig
     "qkv_bias": "attention_bias",
@@ -66,7 +66,7 @@ def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelCo
     if shape.num_experts:
         flags["norm_topk"] = True
     return ModelConfig(
-        family_with(flags, mixture=bool(shape.num_experts)),
+        family_with(flags, mixture=bool(shape.num_experts), norms=shape.norms),
         **{name: getattr(shape, name) for name in SIZES} | {"num_layers": num_layers},
         **flags,
         max_position_embeddings=longest,

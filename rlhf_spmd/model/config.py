@@ -33,7 +33,7 @@ _ROPE_NUMBERS = (
     *("beta_fast", "beta_slow"),
 )
 
-ROPE = "rope"  # that of most models' layers
+ROPE, LOCAL_ROPE = "rope", "local"  # that of most models' layers, and that of layers with a window
 
 RANDOM = "random_weights.json"  # in the folder of a model whose weights are random, in place of them
 
@@ -148,6 +148,8 @@ class ModelConfig:
     sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 tokens before it
     sliding_layers: tuple[int, ...] = ()  # the layers that have that window
     layers_without_rope: tuple[int, ...] = ()
+    local_rope_theta: float | None = None  # of the rope of layers with a window, if they have another one
+    norms: str = "before"  # where a block is normed: its input ("before"), what it adds ("after"), "both"
     activation: str = "silu"
     norm_offset: bool = False  # norms multiply by 1 + weight
     scales_embeddings: bool = False  # by the root of the hidden size, rounded as weights are
@@ -221,7 +223,9 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> str | None:
         """Returns which rope turns the queries and keys of this layer; None: they are not turned."""
-        return None if layer in self.layers_without_rope else ROPE
+        if layer in self.layers_without_rope:
+            return None
+        return LOCAL_ROPE if self.local_rope_theta and layer in self.sliding_layers else ROPE
 
 
 def from_hf(values: dict[str, Any]) -> ModelConfig:
@@ -249,6 +253,7 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = num_heads
     sizes: dict[str, Any] = {name: _integer(values, key) for key, name in _SIZES.items()}
+    local_theta = _local_theta_from_hf(values, family) if family.full_step else None
     theta, scaling, rotary_factor = _rope_from_hf(values, family)
     without_rope = _without_rope_from_hf(values, family, sizes["num_layers"])
     sliding_window, sliding_layers = _sliding_from_hf(values, family, sizes["num_layers"], without_rope)
@@ -260,6 +265,8 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         **dict.fromkeys(family.always, True),
         **switches,
         **experts,
+        norms=family.norms,
+        local_rope_theta=local_theta,
         activation=names[0],
         **{field: values[key] for key, field in family.numbers.items() if _number(values, key)},
         kept={key: values[key] for key in family.kept if key in values},
@@ -297,7 +304,7 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
         family.activation[0]: config.activation,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": scaling | {"rope_theta": config.rope_theta},
+        "rope_parameters": _rope_to_hf(config, scaling),
         # The same for versions before transformers 5, which would silently assume 10000 and no scaling.
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling if config.rope_type != "default" else None,
@@ -313,10 +320,21 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
     if family.partial_rotary:
         values[family.partial_rotary] = config.rotary_factor
     values |= {key: getattr(config, field) for key, field in family.numbers.items()}
+    if config.local_rope_theta is not None:
+        values["rope_local_base_freq"] = config.local_rope_theta
     values |= _sliding_to_hf(config, family) | _experts_to_hf(config, family) | config.kept
     if head == "scalar":
         values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return values
+
+
+def _rope_to_hf(config: ModelConfig, scaling: dict[str, Any]) -> dict[str, Any]:
+    """Returns rope_parameters."""
+    most = scaling | {"rope_theta": config.rope_theta}
+    if config.local_rope_theta is None:
+        return most
+    local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+    return {"full_attention": most, "sliding_attention": local}
 
 
 def token_ids(given: int | list[int] | None, key: str = "eos_token_id") -> tuple[int, ...]:
@@ -386,6 +404,18 @@ def _rope_from_hf(values: dict[str, Any], family: Family) -> tuple[float, dict[s
     return theta, {"rope_type": rope_type} | parameters, partial
 
 
+def _local_theta_from_hf(values: dict[str, Any], family: Family) -> float:
+    """Returns the theta of the rope of layers with a window; that of the others is left in `rope_parameters`."""
+    of_kinds, local = values.get("rope_parameters"), dict[str, Any]()
+    if isinstance(of_kinds, dict) and "rope_type" not in of_kinds:
+        local = of_kinds.get("sliding_attention") or {}
+        values["rope_parameters"] = of_kinds.get("full_attention")
+    theta, scaling, _ = _rope_from_hf({"rope_theta": values["rope_local_base_freq"], "rope_parameters": local}, family)
+    if scaling is not None:
+        raise UserError(f"the rope of layers with a window is {scaling}, which is not supported; supported is default")
+    return theta
+
+
 def _without_rope_from_hf(values: dict[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
     """Returns the layers without rope: those of the list, or the last of each `every` layers."""
     if not family.without_rope:
@@ -408,13 +438,16 @@ def _sliding_from_hf(
     """Returns (window or None, the layers that have it: all, or those of layer_types, without rope, or from
     max_window_layers on)."""
     said = {key: values.get(key) for key in family.windows}
-    if not said.get("sliding_window") or not said.get("use_sliding_window", True):
+    if not family.full_step and not (said.get("sliding_window") and said.get("use_sliding_window", True)):
         return None, ()
     window, types = _integer(values, "sliding_window"), said.get("layer_types")
     if "layer_types" not in said:
         return window, tuple(range(num_layers))
     if types is None and family.without_rope:
         return window, without_rope
+    if types is None and family.full_step:
+        step = _integer({"sliding_window_pattern": family.full_step} | values, "sliding_window_pattern")
+        return window, tuple(layer for layer in range(num_layers) if (layer + 1) % max(step, 1))
     if types is None:
         first = _integer({"max_window_layers": 28} | values, "max_window_layers")
         return window, tuple(range(min(first, num_layers), num_layers))

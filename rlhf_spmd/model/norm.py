@@ -43,8 +43,10 @@ def make_norm(size: int, config: ModelConfig) -> RMSNorm:
     return RMSNorm(size, config.rms_norm_eps, offset=config.norm_offset)
 
 
-def normed_sum(norm: RMSNorm, x: Tensor, residual: Tensor | None, *, fast: bool) -> tuple[Tensor, Tensor]:
-    """Returns norm(x + residual) and x + residual."""
+def normed_sum(norm: RMSNorm | None, x: Tensor, residual: Tensor | None, *, fast: bool) -> tuple[Tensor, Tensor]:
+    """Returns norm(x + residual) and x + residual; without a norm the sum twice."""
+    if norm is None:
+        return (sum_of(x, residual),) * 2
     return (norm(x, fast=fast), x) if residual is None else norm(x, residual, fast=fast)
 
 

@@ -11,6 +11,7 @@ Frequencies are computed in float32, as in transformers, unless the model is flo
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.rope import prepared, rope_in_place, rope_ref
 from rlhf_spmd.kernels.rope import rope as kernel
 from rlhf_spmd.kernels.triton_import import fused
-from rlhf_spmd.model.config import ROPE, ModelConfig
+from rlhf_spmd.model.config import LOCAL_ROPE, ROPE, ModelConfig
 
 Turns: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]  # cos_Tf, sin_Tf of each rope, see ModelConfig.rope_of
 
@@ -34,14 +35,20 @@ class Ropes:
 
     def __init__(self, config: ModelConfig):
         self.longest = 0
-        self._config = config
+        self._config, theta = config, config.local_rope_theta
+        self._local: Ropes | None = None
+        if theta is not None:
+            self._local = Ropes(replace(config, rope_theta=theta, rope_scaling=None, local_rope_theta=None))
         self._frequencies: dict[tuple, tuple[Tensor, float]] = {}  # not a buffer: .bfloat16() would round it
 
     def __call__(self, positions: Tensor, dtype: torch.dtype, *, cached: bool) -> Turns:
         """Returns the factors of tokens at these positions. cached: keys are stored for later tokens. Raises UserError,
         see `Transformer.forward`."""
         frequencies_f, factor = self._of(positions, dtype, cached=cached)
-        return {ROPE: cos_sin(positions, frequencies_f, factor, dtype, fast=cached)}
+        turns = {ROPE: cos_sin(positions, frequencies_f, factor, dtype, fast=cached)}
+        if self._local is not None:
+            turns[LOCAL_ROPE] = self._local(positions, dtype, cached=cached)[ROPE]
+        return turns
 
     def _of(self, positions: Tensor, dtype: torch.dtype, *, cached: bool) -> tuple[Tensor, float]:
         length = self._length(positions, cached=cached)

@@ -28,7 +28,7 @@ from rlhf_spmd.model.config import MOST_EXPERTS, ModelConfig
 from rlhf_spmd.model.experts import SparseMLP
 from rlhf_spmd.model.gates import GATES
 from rlhf_spmd.model.linear import AdaptedLinear, Again, Linear, LowRank, lay_adjacent, together
-from rlhf_spmd.model.norm import make_norm, normed_sum, sum_of
+from rlhf_spmd.model.norm import RMSNorm, make_norm, normed_sum, sum_of
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -44,6 +44,7 @@ from rlhf_spmd.model.parallel import (
 from rlhf_spmd.model.rope import Ropes, Turns, turned
 from rlhf_spmd.model.row_linear import AdaptedRowLinear, RowLinear
 from rlhf_spmd.plan.adapters import A, Adapters, is_factor, site
+from rlhf_spmd.plan.norms import NORMS
 from rlhf_spmd.plan.shard import Shard
 
 Head = Literal["lm", "scalar"]
@@ -159,13 +160,17 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm block: attention, then MLP, each added to the residual stream."""
+    """Attention, then MLP, each added to the residual stream, with norms before or after them (plan/norms.py)."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
-        self.input_layernorm = make_norm(config.hidden_size, config)
+        first, *others = self.norms = NORMS[config.norms]
+        made = {name: make_norm(config.hidden_size, config) for name in filter(None, self.norms)}
+        if first is not None:
+            self.add_module(first, made[first])
         self.self_attn = Attention(config, layer, parallel)
-        self.post_attention_layernorm = make_norm(config.hidden_size, config)
+        for name in filter(None, others):
+            self.add_module(name, made[name])
         is_sparse = config.num_experts and layer >= config.num_dense_layers
         self.mlp = (SparseMLP if is_sparse else MLP)(config, layer, parallel)
         self.scale = config.residual_scale
@@ -175,12 +180,18 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes one layer of x + residual [..., D] -> x and a residual; None, if the sum is computed. On GPUs the
         norm that reads the sum computes it."""
-        before, after = self.input_layernorm, self.post_attention_layernorm
-        normed, x = normed_sum(before, x, residual, fast=context.cached)
-        mixed = scaled(self.self_attn(normed, turns, context, again=(before, (x,))), self.scale)
-        normed, x = after(mixed, residual=x, fast=context.cached)
-        y = scaled(self.mlp(normed, context, again=(after, (x,))), self.scale)
+        before, after, before_mlp, after_mlp = (None if name is None else getattr(self, name) for name in self.norms)
+        fast = context.cached
+        normed, x = normed_sum(before, x, residual, fast=fast)
+        mixed = self.self_attn(normed, turns, context, again=before and (before, (x,)))
+        normed, x = normed_sum(before_mlp, self.added(mixed, after, fast=fast), x, fast=fast)
+        y = self.mlp(normed, context, again=before_mlp and (before_mlp, (x,)))
+        y = self.added(y, after_mlp, fast=fast)
         return (y, x) if fused(x) else (x + y, None)
+
+    def added(self, y: Tensor, norm: RMSNorm | None, *, fast: bool) -> Tensor:
+        """Returns what a block with the output y adds to the residual stream."""
+        return scaled(y if norm is None else norm(y, fast=fast), self.scale)
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:

@@ -9,6 +9,7 @@ from rlhf_spmd.plan.adapters import NUMBER_BYTES, Adapters
 from rlhf_spmd.plan.calls import Call, Compute, Generate, Workflow, is_current
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import exact_div
+from rlhf_spmd.plan.norms import num_norms
 from rlhf_spmd.plan.shard import split
 
 HOST_BYTES = 16 * 2**20  # between GPUs: larger messages of rows go from device to device
@@ -42,6 +43,7 @@ class ModelShape:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_of_all: bool = False
+    norms: str = "before"
     adapters: Adapters | None = None
     num_experts: int = 0
     experts_per_token: int = 0
@@ -99,7 +101,7 @@ class ModelShape:
         normed = 0 if not self.qk_norm else q + kv if self.qk_norm_of_all else 2 * d
         mlp = 3 * h * self.intermediate_size + self.mlp_bias * (2 * self.intermediate_size + h)
         mixture = h * self.num_experts + experts * 3 * h * self.expert_size
-        layers = self.num_layers * (attention + 2 * h + normed)
+        layers = self.num_layers * (attention + num_norms(self.norms) * h + normed)
         layers += (self.num_layers - self.num_sparse_layers) * mlp + self.num_sparse_layers * mixture
         head = h if self.scalar_head else 0 if self.tied else self.vocab_size * h
         return self.vocab_size * h + layers + h + head

@@ -41,7 +41,13 @@ SHAPES = {  # uneven everywhere: heads, intermediate 13, vocabulary 37
         "attention_bias": True,
         "attention_output_bias": True,
         "mlp_bias": True,
-        **{"embedding_scale": 1.5, "attention_scale": 0.7, "residual_scale": 0.6, "logits_scale": 1.3},
+        **{
+            "embedding_scale": 1.5,
+            "attention_scale": 0.7,
+            "residual_scale": 0.6,
+            "logits_scale": 1.3,
+            "norms": "after",
+        },
     },
     "tied": {
         **{"model_type": "qwen3", "num_heads": 5, "num_kv_heads": 5, "qk_norm": True, "tie_embeddings": True},
@@ -55,10 +61,12 @@ SHAPES = {  # uneven everywhere: heads, intermediate 13, vocabulary 37
         "sliding_window": 3,
         "sliding_layers": (1, 2, 3),
         "layers_without_rope": (0, 3),
+        **{"local_rope_theta": 100.0, "norms": "both"},
     },
     "three heads": {
         "num_heads": 6,
         "num_kv_heads": 3,
+        "norms": "after",
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
         "rotary_factor": 0.5,
     },

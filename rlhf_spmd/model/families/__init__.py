@@ -8,6 +8,8 @@ from rlhf_spmd.model.families import (
     llama,
     mistral,
     mixtral,
+    olmo2,
+    olmo3,
     olmoe,
     phi3,
     qwen2,
@@ -25,17 +27,19 @@ FAMILIES = {
     "gemma": gemma.FAMILY,
     "granite": granite.FAMILY,
     "phi3": phi3.FAMILY,
+    "olmo2": olmo2.FAMILY,
+    "olmo3": olmo3.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "olmoe": olmoe.FAMILY,
 }
 
 
-def family_with(fields: Collection[str], *, mixture: bool) -> str:
+def family_with(fields: Collection[str], *, mixture: bool, norms: str) -> str:
     """Returns the first family that has models, or mixtures, with these fields of `ModelConfig`, and no others,
-    true."""
+    true, and norms at these places."""
     for name, family in FAMILIES.items():
         keyed = [group for group in family.switches.values() if {*group} <= {*fields}]
-        if {*family.always}.union(*keyed) == {*fields} and bool(family.sizes) == mixture:
+        if {*family.always}.union(*keyed) == {*fields} and (bool(family.sizes), family.norms) == (mixture, norms):
             return name
     raise AssertionError(f"no family has {', '.join(fields)}")

@@ -28,6 +28,9 @@ class Family:
     activation: the key of the activation and its names; the first of them is written.
     refused: keys that ask for what no layer has.
     numbers: keys of multipliers and scales -> the fields that they give; positive, the same type is written again.
+    norms: where a block is normed (plan/norms.py).
+    full_step: without layer_types, from one layer with full attention to the next, if sliding_window_pattern does not
+        say it; layers with a window have a rope of their own.
     windows: the keys that say which layers have a sliding window; without max_window_layers and layer_types all have.
     without_rope: the key that has a 0 for each layer without rope, else a 1, and the key of the step from one such
         layer to the next, for a list that is missing.
@@ -52,6 +55,8 @@ class Family:
     activation: tuple[str, ...] = ("hidden_act", "silu")
     refused: tuple[str, ...] = ()
     numbers: Mapping[str, str] = field(default_factory=dict)
+    norms: str = "before"
+    full_step: int = 0
     windows: tuple[str, ...] = ()
     without_rope: tuple[str, ...] = ()
     partial_rotary: str = ""

@@ -22,6 +22,7 @@ from functools import lru_cache
 from rlhf_spmd.plan.adapters import WITH_ONE_INPUT, B
 from rlhf_spmd.plan.calls import Generate, ModelCall, Train, trains
 from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.norms import num_norms
 from rlhf_spmd.plan.placement import leaves_device, ranks_of, weights_layout
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Load, Offload, Program, Run, keys_made, keys_read, merged
 from rlhf_spmd.plan.program.pipeline import largest_number, pass_bytes
@@ -405,13 +406,13 @@ def layer_numbers(shape: ModelShape, tp: int, index: int) -> float:
     h, adapters = shape.hidden_size, shape.adapters
     heads, kv_heads, intermediate = shape.slice_sizes(tp, index)
     wide = (heads + kv_heads) * shape.head_dim
-    # slices of the inputs of two norms; q, k, v and the attention's output; inputs of norms of q and k; gate and up
-    kept = 2 * h / tp + 2 * wide + shape.qk_norm * wide + 2 * intermediate
+    # slices of the inputs of norms; q, k, v and the attention's output; inputs of norms of q and k; gate and up
+    kept = num_norms(shape.norms) * h / tp + 2 * wide + shape.qk_norm * wide + 2 * intermediate
     if adapters is None:  # what down_proj reads, and what q, k, v and gate, up read: whole on each slice
         return kept + intermediate + 2 * h
     gathered = sum(h for some in WITH_ONE_INPUT if len(some) > 1 and any(map(adapters.has, some)))
-    # the products with A; what layers read is computed again, unless other slices have a part of it
-    return kept + len(adapters.targets) * adapters.rank + (gathered if tp > 1 else 0)
+    # the products with A; what layers read is computed again, unless it is no norm's or other slices have a part of it
+    return kept + len(adapters.targets) * adapters.rank + (gathered if tp > 1 or shape.norms == "after" else 0)
 
 
 def sparse_layer_numbers(shape: ModelShape, number_bytes: int, tp: int, index: int) -> float:

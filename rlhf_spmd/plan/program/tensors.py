@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Literal
 
 from rlhf_spmd.plan.adapters import BY_OUTPUTS, A, B
+from rlhf_spmd.plan.norms import NORMS
 from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.workload import ModelShape
 
@@ -148,8 +149,9 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
 
     sparse = (shape.num_dense_layers, num) if shape.num_experts else None
 
-    def norm(name: str, size: int) -> None:
-        table.append(Weight(f"layers.{{}}.{name}.weight", num, size, 1, num_dims=1))
+    def norm(name: str | None, size: int) -> None:
+        if name is not None:
+            table.append(Weight(f"layers.{{}}.{name}.weight", num, size, 1, num_dims=1))
 
     def linear(name: str, rows: int, columns: int, cut: Literal["rows", "columns"], unit: int, bias: bool) -> None:
         table.append(Weight(f"layers.{{}}.{name}.weight", num, rows, columns, cut=cut, unit=unit))
@@ -157,7 +159,8 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
             whole = Weight(f"layers.{{}}.{name}.bias", num, rows, 1, num_dims=1)  # which is added once, to the sum
             table.append(replace(whole, cut="rows", unit=unit) if cut == "rows" else whole)
 
-    norm("input_layernorm", hidden)
+    first, *others = NORMS[shape.norms]
+    norm(first, hidden)
     linear("self_attn.q_proj", queries, hidden, "rows", group, shape.qkv_bias)
     linear("self_attn.k_proj", keys, hidden, "rows", d, shape.qkv_bias)
     linear("self_attn.v_proj", keys, hidden, "rows", d, shape.qkv_bias)
@@ -165,7 +168,8 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
     if shape.qk_norm:
         norm("self_attn.q_norm", queries if shape.qk_norm_of_all else d)
         norm("self_attn.k_norm", keys if shape.qk_norm_of_all else d)
-    norm("post_attention_layernorm", hidden)
+    for name in others:
+        norm(name, hidden)
     num_common = len(table)
     if sparse is None or sparse[0]:
         linear("mlp.gate_proj", inner, hidden, "rows", 1, shape.mlp_bias)

@@ -6,6 +6,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import from_hf, to_hf
 from tests.unit.model.test_transformer import CASES, SMALL
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_config_survives_the_round_trip(case):
@@ -32,6 +34,9 @@ def test_old_configs_mean_the_same():
     assert smollm3.tie_embeddings and smollm3.layers_without_rope == (3, 7) and smollm3.rope_theta == 2e6
     gemma = from_hf({"model_type": "gemma", **SMALL, "hidden_act": "gelu"})
     assert gemma.tie_embeddings and gemma.head_dim == 256 and gemma.activation == "gelu_pytorch_tanh"
+    olmo3 = from_hf({"model_type": "olmo3", **SMALL, "rope_theta": 1e6, "rope_scaling": LINEAR})
+    assert olmo3.sliding_layers == (0, 1, 2) and olmo3.rope_scaling == LINEAR
+    assert (olmo3.rope_theta, olmo3.local_rope_theta) == (1e6, 5e5)
     missing = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
     assert from_hf({"model_type": "llama", **missing}).num_kv_heads == 6
 
@@ -73,6 +78,8 @@ def test_older_names_of_longrope():
             PHI | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 5}},
             "needs 5 positive numbers 'long_factor'",
         ),
+        ({"model_type": "olmo3", "sliding_window": None}, "'sliding_window' is None"),
+        ({"model_type": "olmo3", "rope_parameters": {"sliding_attention": LINEAR}}, "with a window is {.*linear"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ],
 )

@@ -44,6 +44,8 @@ FAMILIES = {
     },
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
     "gemma": {"head_dim": 12},
+    "olmo2 tied": {"tie_word_embeddings": True, "pad_token_id": 0},
+    "olmo3": {"sliding_window": 4, "num_hidden_layers": 5, "pad_token_id": 0},
     "granite": {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8.0, "mlp_bias": True},
 }
 TOKENS_BT = torch.randint(3, 61, (3, 15), generator=torch.Generator().manual_seed(0))

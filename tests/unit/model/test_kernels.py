@@ -15,9 +15,9 @@ SHAPES = {
         **{"model_type": "llama", "layers_without_rope": (1,), "activation": "gelu_pytorch_tanh"},
         **{"norm_offset": True, "scales_embeddings": True, "residual_scale": 0.7, "attention_scale": 0.4},
     },
-    "mistral": {"model_type": "mistral", "sliding_window": 2, "sliding_layers": (0, 1)},
+    "mistral": {"model_type": "mistral", "sliding_window": 2, "sliding_layers": (0,), "local_rope_theta": 50.0},
     "qwen2": {"model_type": "qwen2", "attention_bias": True, "rotary_factor": 0.5},
-    "qwen3": {"model_type": "qwen3", "qk_norm": True},
+    "qwen3": {"model_type": "qwen3", "qk_norm": True, "norms": "both"},
 }
 LENGTHS = (3, 1)
 

@@ -33,6 +33,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+SLIDING = {"sliding_window": 5, "num_hidden_layers": 4, "pad_token_id": 0, "eos_token_id": None}
 MULTIPLIERS = {
     **{"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 1.3},
     "tie_word_embeddings": True,
@@ -92,6 +93,9 @@ CASES = {
         "phi3",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "pad_token_id": 0},
     ),
+    "olmo2": ("olmo2", {"pad_token_id": 0, "eos_token_id": None}),
+    "olmo2 biases": ("olmo2", {"attention_bias": True, "num_key_value_heads": 6, "pad_token_id": 0}),
+    "olmo3": ("olmo3", SLIDING | {"rope_parameters": {"full_attention": YARN | {"rope_theta": 1e4}}}),
     "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
@@ -160,7 +164,18 @@ def test_logits_equal_transformers(case):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama biases", "mistral window", "qwen2 tied", "qwen3 biases tied", "smollm3", "gemma", "granite", "yarn"]
+    "case",
+    [
+        "llama biases",
+        "mistral window",
+        "qwen2 tied",
+        "qwen3 biases tied",
+        "smollm3",
+        "gemma",
+        "granite",
+        "olmo3",
+        "yarn",
+    ],
 )
 def test_gradients_equal_transformers(case):
     model = theirs(case)

@@ -41,12 +41,17 @@ def test_every_switch_and_window_of_a_page_is_read_and_written(name):
         assert from_hf(written) == config and switches.items() <= written.items()
 
 
-@pytest.mark.parametrize("flags", ["", "qkv_bias", "qkv_bias output_bias mlp_bias", "qk_norm"])
+@pytest.mark.parametrize(
+    "flags", ["", "qkv_bias", "qkv_bias output_bias mlp_bias", "qk_norm", "qk_norm qk_norm_of_all"]
+)
 def test_a_shape_has_a_family_that_keeps_all_of_it(flags):
     flags = set(flags.split())
-    shape = replace(ModelShape(2, 48, 80, 6, 2, 8, 61), **dict.fromkeys(flags, True))
+    norms = "after" if "qk_norm_of_all" in flags else "before"
+    shape = replace(ModelShape(2, 48, 80, 6, 2, 8, 61, norms=norms), **dict.fromkeys(flags, True))
     config = model_config_of(shape, 3, LONGEST)
-    assert config.num_layers == 3 and {name for name, field in FLAGS.items() if getattr(config, field)} == flags
+    assert (config.num_layers, config.norms) == (3, norms) and {
+        name for name, field in FLAGS.items() if getattr(config, field)
+    } == flags
     assert from_hf(to_hf(config, head="lm", dtype="float32")) == config
 
 

@@ -32,6 +32,7 @@ from rlhf_spmd.plan.cost.memory import (
     working_bytes,
 )
 from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.norms import num_norms
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Load, Offload, Program, Run
@@ -126,6 +127,8 @@ KEPT = {  # hidden, intermediate, heads, key-value heads, head_dim, vocabulary
     "as many key-value heads": ModelShape(3, 64, 176, 4, 4, 16, 256),
     "grouped, with biases": ModelShape(4, 96, 256, 6, 2, 16, 320, qkv_bias=True),
     "tied, few tokens": ModelShape(3, 80, 208, 5, 1, 32, 64, tied=True),
+    "norms after blocks": ModelShape(2, 96, 256, 6, 2, 16, 64, norms="after"),
+    "norms before and after": ModelShape(2, 96, 256, 6, 2, 16, 64, norms="both"),
     "wide, with norms of q and k": ModelShape(2, 128, 1024, 4, 2, 32, 128, qk_norm=True),
 }
 SOME = Adapters(3, 6.0, ("v_proj", "o_proj", "up_proj"))
@@ -144,7 +147,10 @@ def test_activations_are_what_a_forward_pass_keeps(which, adapters):
     workload = replace(workload, models={**workload.models, call.model: shape})
     sizes = (rows, prompt, response)
     whole, deeper = (kept_bytes_of(replace(shape, num_layers=shape.num_layers + more), *sizes) for more in (0, 1))
-    wide = 2 * shape.hidden_size + shape.qk_norm * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    wide = (
+        num_norms(shape.norms) * shape.hidden_size
+        + shape.qk_norm * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    )
     for recompute, found in (
         (False, whole),
         (True, kept_bytes_of(shape, *sizes, recompute=True) + deeper - whole),
@@ -164,6 +170,8 @@ def test_activations_are_what_a_forward_pass_keeps(which, adapters):
     [
         ("wide, with norms of q and k", None),
         ("grouped, with biases", SOME),
+        ("norms before and after", None),
+        ("norms after blocks", SOME),
         pytest.param("as many key-value heads", None, marks=pytest.mark.slow),
     ],
 )
@@ -178,7 +186,7 @@ def test_kernels_keep_what_is_counted(which, adapters, monkeypatch):
 def kept_bytes_of(shape: ModelShape, rows: int, prompt: int, response: int, *, recompute: bool = False) -> int:
     """Returns the bytes that autograd saves of the forward pass of a model."""
     sizes = {name: getattr(shape, name) for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads")}
-    sizes |= {name: getattr(shape, name) for name in ("num_kv_heads", "head_dim", "vocab_size", "qk_norm")}
+    sizes |= {name: getattr(shape, name) for name in ("num_kv_heads", "head_dim", "vocab_size", "qk_norm", "norms")}
     family = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
     sizes |= {"attention_bias": shape.qkv_bias, "tie_embeddings": shape.tied}
     config = ModelConfig(model_type=family, **sizes)

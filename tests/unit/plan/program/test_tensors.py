@@ -31,6 +31,8 @@ FAMILIES = {
     "llama, every bias": dataclasses.replace(LLAMA, attention_bias=True, attention_output_bias=True, mlp_bias=True),
     "qwen2": dataclasses.replace(LLAMA, model_type="qwen2", attention_bias=True),
     "qwen3": dataclasses.replace(LLAMA, model_type="qwen3", qk_norm=True, head_dim=4, tie_embeddings=True),
+    "norms after": dataclasses.replace(LLAMA, model_type="olmo2", norms="after"),
+    "norms before and after": dataclasses.replace(LLAMA, norms="both", tie_embeddings=True),
     "mixture": dataclasses.replace(
         LLAMA,
         model_type="olmoe",
@@ -60,6 +62,7 @@ def shape_of(config: ModelConfig, head: str) -> ModelShape:
         mlp_bias=config.mlp_bias,
         qk_norm=config.qk_norm,
         qk_norm_of_all=config.qk_norm_of_all,
+        norms=config.norms,
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token,
         expert_size=config.expert_size,

@@ -28,6 +28,7 @@ FEW += (
     "gemma",
     "granite",
     "longrope beyond",
+    "olmo3",
     "linear",
     "dynamic",
     "yarn",
