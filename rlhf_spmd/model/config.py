@@ -8,30 +8,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import NO_RIGHT, is_folder, read_bytes, refuse_pipes
+from rlhf_spmd.model.config_keys import (
+    ROPE_LISTS,
+    ROPE_TYPES,
+    experts_in,
+    integer,
+    is_number,
+    layers_without_rope_in,
+    local_theta_in,
+    number,
+    rope_in,
+    token_id,
+    windows_in,
+)
 from rlhf_spmd.model.families import FAMILIES
 from rlhf_spmd.model.families.family import Family
-
-# rope type -> the numbers it needs in addition to rope_theta
-ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("original_max_position_embeddings",),
-}
-_ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a number for each pair of dims
-
-# further optional numbers
-_ROPE_NUMBERS = (
-    *("original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim"),
-    *("beta_fast", "beta_slow"),
-)
 
 ROPE, LOCAL_ROPE = "rope", "local"  # that of most models' layers, and that of layers with a window
 
@@ -186,11 +182,11 @@ class ModelConfig:
             raise UserError(f"rope type {self.rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
         for name in ROPE_TYPES[self.rope_type]:
             value = (self.rope_scaling or {}).get(name)
-            if not _is_number(value) or value <= 0:
+            if not is_number(value) or value <= 0:
                 raise UserError(f"rope type {self.rope_type!r} needs a positive number {name!r}, not {value!r}")
-        for name in _ROPE_LISTS if self.rope_type == "longrope" else ():
+        for name in ROPE_LISTS if self.rope_type == "longrope" else ():
             factors, pairs = (self.rope_scaling or {}).get(name), self.rotary_dim // 2
-            are_numbers = isinstance(factors, list) and all(_is_number(factor) and factor > 0 for factor in factors)
+            are_numbers = isinstance(factors, list) and all(is_number(factor) and factor > 0 for factor in factors)
             if not are_numbers or len(factors) != pairs:
                 raise UserError(f"rope type 'longrope' needs {pairs} positive numbers {name!r}")
 
@@ -246,17 +242,17 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         if values.get(key):
             raise UserError(f"{key} {values[key]!r} is not supported; use a model without it")
     values = {"rms_norm_eps": 1e-6, **family.defaults, **values}
-    experts: dict[str, Any] = _experts_from_hf(values, family)
-    hidden_size, num_heads = _integer(values, "hidden_size"), _integer(values, "num_attention_heads")
+    experts: dict[str, Any] = experts_in(values, family)
+    hidden_size, num_heads = integer(values, "hidden_size"), integer(values, "num_attention_heads")
     if values.get("head_dim") is None:
         values["head_dim"] = hidden_size // max(num_heads, 1)
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = num_heads
-    sizes: dict[str, Any] = {name: _integer(values, key) for key, name in _SIZES.items()}
-    local_theta = _local_theta_from_hf(values, family) if family.full_step else None
-    theta, scaling, rotary_factor = _rope_from_hf(values, family)
-    without_rope = _without_rope_from_hf(values, family, sizes["num_layers"])
-    sliding_window, sliding_layers = _sliding_from_hf(values, family, sizes["num_layers"], without_rope)
+    sizes: dict[str, Any] = {name: integer(values, key) for key, name in _SIZES.items()}
+    local_theta = local_theta_in(values, family) if family.full_step else None
+    theta, scaling, rotary_factor = rope_in(values, family)
+    without_rope = layers_without_rope_in(values, family, sizes["num_layers"])
+    sliding_window, sliding_layers = windows_in(values, family, sizes["num_layers"], without_rope)
     eos = values.get("eos_token_id")
     switches = {field: bool(values.get(key, False)) for key, fields in family.switches.items() for field in fields}
     return ModelConfig(
@@ -268,20 +264,20 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         norms=family.norms,
         local_rope_theta=local_theta,
         activation=names[0],
-        **{field: values[key] for key, field in family.numbers.items() if _number(values, key)},
+        **{field: values[key] for key, field in family.numbers.items() if number(values, key)},
         kept={key: values[key] for key in family.kept if key in values},
-        rms_norm_eps=_number(values, "rms_norm_eps"),
+        rms_norm_eps=number(values, "rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=_integer(values, "max_position_embeddings"),
+        max_position_embeddings=integer(values, "max_position_embeddings"),
         tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
         layers_without_rope=without_rope,
         rotary_factor=rotary_factor,
-        bos_token_id=_token_id(values, "bos_token_id"),
+        bos_token_id=token_id(values, "bos_token_id"),
         eos_token_ids=token_ids(eos),
-        pad_token_id=_token_id(values, "pad_token_id"),
+        pad_token_id=token_id(values, "pad_token_id"),
     )
 
 
@@ -347,116 +343,6 @@ def token_ids(given: int | list[int] | None, key: str = "eos_token_id") -> tuple
     return ids
 
 
-def _integer(values: dict[str, Any], name: str) -> int:
-    value = values.get(name)
-    if not _is_number(value) or not isinstance(value, int):
-        raise UserError(f"{name!r} is {value!r}, but must be a whole number")
-    return value
-
-
-def _token_id(values: dict[str, Any], name: str) -> int | None:
-    return None if values.get(name) is None else _integer(values, name)
-
-
-def _number(values: dict[str, Any], name: str, *, zero: bool = False) -> float:
-    """Checks that a number is positive; with `zero`, it may be zero."""
-    value = values[name]
-    if not _is_number(value) or value < 0 or (value == 0 and not zero):
-        raise UserError(f"{name!r} is {value!r}, but must be a positive number")
-    return float(value)
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    """Excludes true and false, which Python counts as integers, infinity, NaN, and huge integers."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def _rope_from_hf(values: dict[str, Any], family: Family) -> tuple[float, dict[str, Any] | None, float]:
-    """Returns (rope_theta, scaling or None, the share of a head that is turned), from `rope_parameters` (transformers
-    5) or `rope_theta` + `rope_scaling`."""
-    key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-    parameters = values.get(key) or {}
-    if not isinstance(parameters, dict):
-        raise UserError(f"{key!r} is {parameters!r}, but must be an object with a rope_type, or null")
-    parameters = dict(parameters)
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise UserError(f"{key!r} differs between kinds of layers, which is not supported")
-    theta = parameters.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
-    theta = _number({"rope_theta": theta}, "rope_theta")
-    key = family.partial_rotary or "partial_rotary_factor"
-    partial = parameters.pop("partial_rotary_factor", None) or values.get(key) or 1.0
-    if partial != 1.0 and not family.partial_rotary:
-        raise UserError(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
-    partial = _number({key: partial}, key)
-    rope_type = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-    parameters.pop("type", None)
-    if rope_type == "default":
-        return theta, None, partial
-    if not isinstance(rope_type, str):
-        raise UserError(f"'rope_type' is {rope_type!r}, but must be one of {', '.join(ROPE_TYPES)}")
-    if family.partial_rotary and "short_factor" in parameters:  # older names of it
-        rope_type = {"su": "longrope", "yarn": "longrope"}.get(rope_type, rope_type)
-    if rope_type in ("llama3", "yarn", "longrope") and "original_max_position_embeddings" in values:
-        parameters["original_max_position_embeddings"] = values["original_max_position_embeddings"]
-    for name in _ROPE_NUMBERS:
-        if parameters.get(name) is not None:
-            _number(parameters, name, zero=True)
-    return theta, {"rope_type": rope_type} | parameters, partial
-
-
-def _local_theta_from_hf(values: dict[str, Any], family: Family) -> float:
-    """Returns the theta of the rope of layers with a window; that of the others is left in `rope_parameters`."""
-    of_kinds, local = values.get("rope_parameters"), dict[str, Any]()
-    if isinstance(of_kinds, dict) and "rope_type" not in of_kinds:
-        local = of_kinds.get("sliding_attention") or {}
-        values["rope_parameters"] = of_kinds.get("full_attention")
-    theta, scaling, _ = _rope_from_hf({"rope_theta": values["rope_local_base_freq"], "rope_parameters": local}, family)
-    if scaling is not None:
-        raise UserError(f"the rope of layers with a window is {scaling}, which is not supported; supported is default")
-    return theta
-
-
-def _without_rope_from_hf(values: dict[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers without rope: those of the list, or the last of each `every` layers."""
-    if not family.without_rope:
-        return ()
-    key, every = family.without_rope
-    flags = values.get(key)
-    if flags is None:
-        step = _integer(values, every)
-        if step < 1:
-            raise UserError(f"{every} is {step}, but must be at least 1")
-        return tuple(range(step - 1, num_layers, step))
-    if not isinstance(flags, list) or len(flags) < num_layers or not all(flag in (0, 1) for flag in flags):
-        raise UserError(f"{key!r} must have a 1 or, for a layer without rope, a 0 for each of {num_layers} layers")
-    return tuple(layer for layer, flag in enumerate(flags[:num_layers]) if not flag)
-
-
-def _sliding_from_hf(
-    values: dict[str, Any], family: Family, num_layers: int, without_rope: tuple[int, ...]
-) -> tuple[int | None, tuple[int, ...]]:
-    """Returns (window or None, the layers that have it: all, or those of layer_types, without rope, or from
-    max_window_layers on)."""
-    said = {key: values.get(key) for key in family.windows}
-    if not family.full_step and not (said.get("sliding_window") and said.get("use_sliding_window", True)):
-        return None, ()
-    window, types = _integer(values, "sliding_window"), said.get("layer_types")
-    if "layer_types" not in said:
-        return window, tuple(range(num_layers))
-    if types is None and family.without_rope:
-        return window, without_rope
-    if types is None and family.full_step:
-        step = _integer({"sliding_window_pattern": family.full_step} | values, "sliding_window_pattern")
-        return window, tuple(layer for layer in range(num_layers) if (layer + 1) % max(step, 1))
-    if types is None:
-        first = _integer({"max_window_layers": 28} | values, "max_window_layers")
-        return window, tuple(range(min(first, num_layers), num_layers))
-    kinds = ("sliding_attention", "full_attention")
-    if not isinstance(types, list) or len(types) != num_layers or not all(kind in kinds for kind in types):
-        raise UserError(f"'layer_types' must name full_attention or sliding_attention for each of {num_layers} layers")
-    return window, tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
-
-
 def _sliding_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Returns what the keys of a family say about windows."""
     sliding, layers = config.sliding_layers, range(config.num_layers)
@@ -467,29 +353,6 @@ def _sliding_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
         "layer_types": ["sliding_attention" if layer in sliding else "full_attention" for layer in layers],
     }
     return {key: values[key] for key in family.windows}
-
-
-def _experts_from_hf(values: dict[str, Any], family: Family) -> dict[str, int]:
-    """Returns fields of a mixture of experts. No key may be missing: transformers takes sizes of no released model."""
-    if not family.sizes:
-        return {}
-    plain, local = values.get("num_experts"), values.get("num_local_experts")  # transformers writes one or the other
-    if None not in (plain, local) and plain != local:
-        raise UserError(f"num_experts {plain!r} and num_local_experts {local!r} differ; correct one of them")
-    values |= dict.fromkeys(("num_experts", "num_local_experts"), local if plain is None else plain)
-    needed = {*family.switches, *family.first_dense} - {"attention_bias"}
-    for key in sorted(needed - values.keys()):
-        raise UserError(f"{key!r} is missing, and mixtures of experts have no default of it; copy config.json again")
-    experts = {field: _integer(values, key) for key, field in family.sizes.items()}
-    if not family.first_dense:
-        return experts
-    (first, dense), (every, step) = ((key, values[key]) for key in family.first_dense)
-    dense = dense or []
-    if not isinstance(dense, list) or dense != [*range(len(dense))]:
-        raise UserError(f"{first} {dense} is not supported; supported are the first layers: [0, 1, ...]")
-    if step != 1:
-        raise UserError(f"{every} {step!r} is not supported; supported is 1")
-    return experts | {"num_dense_layers": len(dense)}
 
 
 def _experts_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
