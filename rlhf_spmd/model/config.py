@@ -150,6 +150,7 @@ class ModelConfig:
     norm_offset: bool = False  # norms multiply by 1 + weight
     scales_embeddings: bool = False  # by the root of the hidden size, rounded as weights are
     rotary_factor: float = 1.0  # the share of a head's dims that rope turns, the first ones
+    rope_alternates: bool = False  # a pair of dims that rope turns is two neighbours; else of each half one
     embedding_scale: float = 1.0
     attention_scale: float = 0.0  # of the products of queries and keys; 0: 1 / sqrt(head_dim)
     residual_scale: float = 1.0  # of what attention and MLP add

@@ -111,14 +111,27 @@ def cos_sin(
 
 
 def turned(
-    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor, *, dim: int, packed: bool, fast: bool
+    q_THd: Tensor,
+    k_TKd: Tensor,
+    v_TKd: Tensor,
+    cos_Tf: Tensor,
+    sin_Tf: Tensor,
+    *,
+    dim: int,
+    alternates: bool,
+    packed: bool,
+    fast: bool,
 ) -> tuple[Tensor, ...]:
     """Returns queries and keys turned, and values as they are.
 
     dim: of a head that are turned, the first ones.
+    alternates: a pair is two neighbours; else of each half one. q and k are then put in that order, which changes none
+        of their products.
     packed: where kernels run, they turn q and k where they lie.
     fast: in one launch, without a backward pass on a GPU.
     """
+    if alternates:
+        q_THd, k_TKd = _halves(q_THd, dim), _halves(k_TKd, dim)
     if packed and fused(q_THd):
         return rope_in_place(q_THd, k_TKd, v_TKd, cos_Tf, sin_Tf)
     turn = kernel if fast else rope_ref
@@ -127,6 +140,11 @@ def turned(
     turned_THd, turned_TKd = turn(q_THd[..., :dim], k_TKd[..., :dim], cos_Tf, sin_Tf)
     q_THd = torch.cat((turned_THd, q_THd[..., dim:]), dim=-1)
     return q_THd, torch.cat((turned_TKd, k_TKd[..., dim:]), dim=-1), v_TKd
+
+
+def _halves(x_THd: Tensor, dim: int) -> Tensor:
+    """Puts the first of each pair of neighbours before all of the second ones."""
+    return torch.cat((x_THd[..., 0:dim:2], x_THd[..., 1:dim:2], x_THd[..., dim:]), dim=-1)
 
 
 def _plain(theta: float, dim: int, dtype: torch.dtype, factors_f: Tensor | float = 1.0) -> Tensor:

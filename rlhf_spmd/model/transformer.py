@@ -82,7 +82,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
         self.layer, self.head_dim, self.window = layer, config.head_dim, config.window(layer)
-        self.rope, self.rotary_dim = config.rope_of(layer), config.rotary_dim
+        self.rope = config.rope_of(layer)
+        self.turns: dict[str, Any] = {"dim": config.rotary_dim, "alternates": config.rope_alternates}
         self.group = parallel.group
         queries, keys = (len(extent(config, what, parallel.shard)) for what in ("queries", "keys"))
         self.sizes = [queries, keys, keys]
@@ -120,7 +121,7 @@ class Attention(nn.Module):
         if self.qk_norm and not self.qk_norm_of_all:
             q, k = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast)
         if self.rope is not None:
-            q, k, v = turned(q, k, v, *turns[self.rope], dim=self.rotary_dim, packed=context.packed, fast=fast)
+            q, k, v = turned(q, k, v, *turns[self.rope], **self.turns, packed=context.packed, fast=fast)
         mixed = context.attend(self.layer, scaled(q, self.scale), k, v, self.window)
         return self.o_proj(mixed.flatten(-2), packed=context.packed, dropout=context.dropout)
 

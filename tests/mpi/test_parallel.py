@@ -69,6 +69,7 @@ SHAPES = {  # uneven everywhere: heads, intermediate 13, vocabulary 37
         "norms": "after",
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
         "rotary_factor": 0.5,
+        "rope_alternates": True,
     },
 }
 

@@ -3,7 +3,9 @@
 from collections.abc import Collection
 
 from rlhf_spmd.model.families import (
+    ernie4_5,
     gemma,
+    glm,
     granite,
     llama,
     mistral,
@@ -15,6 +17,7 @@ from rlhf_spmd.model.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
 )
 
@@ -29,6 +32,9 @@ FAMILIES = {
     "phi3": phi3.FAMILY,
     "olmo2": olmo2.FAMILY,
     "olmo3": olmo3.FAMILY,
+    "seed_oss": seed_oss.FAMILY,
+    "ernie4_5": ernie4_5.FAMILY,
+    "glm": glm.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "olmoe": olmoe.FAMILY,

@@ -16,7 +16,7 @@ SHAPES = {
         **{"norm_offset": True, "scales_embeddings": True, "residual_scale": 0.7, "attention_scale": 0.4},
     },
     "mistral": {"model_type": "mistral", "sliding_window": 2, "sliding_layers": (0,), "local_rope_theta": 50.0},
-    "qwen2": {"model_type": "qwen2", "attention_bias": True, "rotary_factor": 0.5},
+    "qwen2": {"model_type": "qwen2", "attention_bias": True, "rotary_factor": 0.5, "rope_alternates": True},
     "qwen3": {"model_type": "qwen3", "qk_norm": True, "norms": "both"},
 }
 LENGTHS = (3, 1)

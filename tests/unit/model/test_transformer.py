@@ -96,6 +96,9 @@ CASES = {
     "olmo2": ("olmo2", {"pad_token_id": 0, "eos_token_id": None}),
     "olmo2 biases": ("olmo2", {"attention_bias": True, "num_key_value_heads": 6, "pad_token_id": 0}),
     "olmo3": ("olmo3", SLIDING | {"rope_parameters": {"full_attention": YARN | {"rope_theta": 1e4}}}),
+    "seed_oss": ("seed_oss", {"head_dim": 10, "attention_out_bias": True}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 10, "use_bias": True}),
+    "glm": ("glm", {"head_dim": 12, "pad_token_id": 0}),
     "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
@@ -174,6 +177,8 @@ def test_logits_equal_transformers(case):
         "gemma",
         "granite",
         "olmo3",
+        "longrope beyond",
+        "glm",
         "yarn",
     ],
 )
