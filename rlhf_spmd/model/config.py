@@ -4,6 +4,7 @@ The supported families (families/) differ only in a few switches of `ModelConfig
 and how its config.json says the rest.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -152,7 +153,8 @@ class ModelConfig:
     rotary_factor: float = 1.0  # the share of a head's dims that rope turns, the first ones
     rope_alternates: bool = False  # a pair of dims that rope turns is two neighbours; else of each half one
     embedding_scale: float = 1.0
-    attention_scale: float = 0.0  # of the products of queries and keys; 0: 1 / sqrt(head_dim)
+    attention_scale: float = 0.0  # of the products of queries and keys; 0: 1 / sqrt(attention_size)
+    attention_size: float = 0.0  # 0: head_dim
     residual_scale: float = 1.0  # of what attention and MLP add
     logits_scale: float = 1.0  # that logits are divided by
     bos_token_id: int | None = None
@@ -217,6 +219,13 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """Returns how many tokens a query in this layer sees, including its own; None: all of them."""
         return self.sliding_window if layer in self.sliding_layers else None
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by before attention, whose scale is 1 / sqrt(head_dim)."""
+        if self.attention_scale:
+            return self.attention_scale * math.sqrt(self.head_dim)
+        return math.sqrt(self.head_dim / (self.attention_size or self.head_dim))
 
     def rope_of(self, layer: int) -> str | None:
         """Returns which rope turns the queries and keys of this layer; None: they are not turned."""
@@ -289,12 +298,15 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
     dtype: as transformers names it, e.g. "float32".
     """
     family, eos = FAMILIES[config.model_type], config.eos_token_ids
+    architecture = f"{family.prefix}ForCausalLM"
+    if head == "scalar":
+        architecture = f"{family.classifier or family.prefix}ForSequenceClassification"
     scaling = {key: value for key, value in (config.rope_scaling or {}).items() if key != "type"}
     scaling = scaling | {"rope_type": config.rope_type}
     if family.partial_rotary:
         scaling["partial_rotary_factor"] = config.rotary_factor
     values = {
-        "architectures": [family.prefix + ("ForCausalLM" if head == "lm" else "ForSequenceClassification")],
+        "architectures": [architecture],
         "model_type": config.model_type,
         "dtype": dtype,
         **{key: getattr(config, name) for key, name in _SIZES.items()},

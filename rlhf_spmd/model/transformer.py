@@ -95,7 +95,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             sizes = (queries, keys) if self.qk_norm_of_all else (config.head_dim, config.head_dim)
             self.q_norm, self.k_norm = (make_norm(size, config) for size in sizes)
-        self.scale = config.attention_scale * math.sqrt(config.head_dim) or 1.0  # beside that of `attend`
+        self.scale = config.query_scale
         self.low_rank: LowRank | None = None  # of q, k and v
 
     def forward(self, x: Tensor, turns: Turns, context: AttentionContext, *, again: Again | None = None) -> Tensor:

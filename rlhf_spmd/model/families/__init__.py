@@ -5,6 +5,7 @@ from collections.abc import Collection
 from rlhf_spmd.model.families import (
     ernie4_5,
     gemma,
+    gemma3_text,
     glm,
     granite,
     llama,
@@ -28,6 +29,7 @@ FAMILIES = {
     "qwen3": qwen3.FAMILY,
     "smollm3": smollm3.FAMILY,
     "gemma": gemma.FAMILY,
+    "gemma3_text": gemma3_text.FAMILY,
     "granite": granite.FAMILY,
     "phi3": phi3.FAMILY,
     "olmo2": olmo2.FAMILY,

@@ -22,6 +22,7 @@ class Family:
     """One family of models. Keys are those of config.json, fields those of `ModelConfig`; the layers know fields only.
 
     prefix: of transformers' classes: that of LlamaForCausalLM is Llama.
+    classifier: the prefix of its class for sequence classification, if that is another one.
     defaults: what transformers takes for keys that are missing.
     always: fields that are true in every model.
     switches: keys that are true or false -> the fields that they set.
@@ -49,6 +50,7 @@ class Family:
     """
 
     prefix: str
+    classifier: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     always: tuple[str, ...] = ()
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -37,6 +37,9 @@ def test_old_configs_mean_the_same():
     olmo3 = from_hf({"model_type": "olmo3", **SMALL, "rope_theta": 1e6, "rope_scaling": LINEAR})
     assert olmo3.sliding_layers == (0, 1, 2) and olmo3.rope_scaling == LINEAR
     assert (olmo3.rope_theta, olmo3.local_rope_theta) == (1e6, 5e5)
+    gemma3 = from_hf({"model_type": "gemma3_text", **SMALL, "num_hidden_layers": 7})
+    assert gemma3.sliding_layers == (0, 1, 2, 3, 4, 6) and gemma3.sliding_window == 4096
+    assert (gemma3.rope_theta, gemma3.local_rope_theta) == (1e6, 1e4)
     missing = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
     assert from_hf({"model_type": "llama", **missing}).num_kv_heads == 6
 
@@ -80,6 +83,8 @@ def test_older_names_of_longrope():
         ),
         ({"model_type": "olmo3", "sliding_window": None}, "'sliding_window' is None"),
         ({"model_type": "olmo3", "rope_parameters": {"sliding_attention": LINEAR}}, "with a window is {.*linear"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not"),
+        ({"model_type": "gemma3", "text_config": {}}, "model_type 'gemma3' is not supported; supported are"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ],
 )

@@ -49,6 +49,7 @@ FAMILIES = {
     "gemma": {"head_dim": 12},
     "olmo2 tied": {"tie_word_embeddings": True, "pad_token_id": 0},
     "olmo3": {"sliding_window": 4, "num_hidden_layers": 5, "pad_token_id": 0},
+    "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "num_hidden_layers": 7},
     "granite": {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8.0, "mlp_bias": True},
 }
 TOKENS_BT = torch.randint(3, 61, (3, 15), generator=torch.Generator().manual_seed(0))
@@ -170,7 +171,7 @@ def test_shards(folder, tmp_path, save_in_shards):
     close(their_logits(tmp_path), their_logits(folder))
 
 
-@pytest.mark.parametrize("case", ["llama", "llama tied", "mistral", "qwen2 tied", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "llama tied", "mistral", "qwen2 tied", "qwen3", "gemma3_text"])
 def test_reward_models_both_ways(case, tmp_path):
     """AutoModelForSequenceClassification pools the last real token of what we wrote, even where it ends a sequence."""
     import transformers
@@ -179,6 +180,8 @@ def test_reward_models_both_ways(case, tmp_path):
     model.save_pretrained(tmp_path / "theirs")
     mine = hf.load_model(tmp_path / "theirs", head="scalar")
     save_model(mine, tmp_path / "ours")
+    written, wanted = (json.loads((tmp_path / name / "config.json").read_bytes()) for name in ("ours", "theirs"))
+    assert written["architectures"] == wanted["architectures"]
     lengths_B = torch.tensor([15, 4, 9])
     padding_BT = torch.arange(15) >= lengths_B[:, None]
     tokens_BT = TOKENS_BT.clone()

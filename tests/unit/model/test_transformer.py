@@ -33,6 +33,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+GEMMA3 = {
+    **{"sliding_window": 5, "sliding_window_pattern": 2},
+    "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5}},
+}
 SLIDING = {"sliding_window": 5, "num_hidden_layers": 4, "pad_token_id": 0, "eos_token_id": None}
 MULTIPLIERS = {
     **{"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 1.3},
@@ -84,6 +88,8 @@ CASES = {
     ),
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma biases": ("gemma", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": False}),
+    "gemma3": ("gemma3_text", GEMMA3 | {"head_dim": 16, "query_pre_attn_scalar": 9}),
+    "gemma3 biases": ("gemma3_text", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": False}),
     "granite": ("granite", MULTIPLIERS),
     "granite biases": ("granite", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 3}),
     "phi3": ("phi3", {"sliding_window": 6, "pad_token_id": 0}),
@@ -134,7 +140,7 @@ def theirs(case: str, *, head: str = "lm", seed: int = 0, **more):
     model = auto.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
-        start = 1.0 if "norm" in name else 0.0
+        start = round(weight.mean().item()) if "norm" in name else 0.0
         weight.data = start + 0.15 * torch.randn(weight.shape, generator=generator)
     return model
 
@@ -175,6 +181,7 @@ def test_logits_equal_transformers(case):
         "qwen3 biases tied",
         "smollm3",
         "gemma",
+        "gemma3",
         "granite",
         "olmo3",
         "longrope beyond",

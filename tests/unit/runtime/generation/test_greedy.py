@@ -26,6 +26,7 @@ FEW += (
     "qwen3 window",
     "smollm3",
     "gemma",
+    "gemma3",
     "granite",
     "longrope beyond",
     "olmo3",
