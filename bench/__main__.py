@@ -13,7 +13,9 @@ from rlhf_spmd.pages.option_suggestions import check_known
 
 HERE = Path(__file__).parent
 ROOMS: dict[str, dict[str, str]] = tomllib.loads((HERE / "benches.toml").read_text(encoding="utf-8"))
-SHARED = dict.fromkeys(("demo-seeds", "demo-grpo-seeds", "demo-tools-seeds"), "seeds")  # modules of several benches
+SHARED = dict.fromkeys(
+    ("demo-seeds", "demo-grpo-seeds", "demo-mixture-seeds", "demo-tools-seeds"), "seeds"
+)  # modules of several benches
 SHARED |= dict.fromkeys(("ahead-real", "chain-real"), "overlap_real")
 MODULES = {
     name: ".".join(filter(None, ("bench", room, SHARED.get(name, name.replace("-", "_")))))

@@ -64,6 +64,9 @@ def slow(method):
 class Slow(Table):
     lookup, calculate = slow(Table.lookup), slow(Table.calculate)
 """
+MIXTURE = "grpo with a mixture"
+WORDS[MIXTURE] = ["--preset", "arithmetic", "--model", str(embedded.path_of("mixture/actor")), "rollout_batch=8"]
+WORDS[MIXTURE] += ["samples_per_prompt=4", "grpo.epochs=2", "experts.balance_coef=0.01"]
 ADAPTERS = "ppo with adapters"
 WORDS[ADAPTERS] = [*WORDS["ppo"], "lora.rank=4", "lora.targets=q_proj,v_proj,down_proj"]
 AHEAD = "ppo one iteration ahead"
@@ -83,6 +86,7 @@ CASES = {"ppo": STRATEGIES, "grpo": ("flattening", "separation", "reallocation")
 CASES[ADAPTERS] = ("flattening", "separation", "reallocation")
 CASES[AHEAD] = CASES[CHAIN] = ("separation",)
 CASES[TOOLS] = ("flattening", "separation")
+CASES[MIXTURE] = ("flattening", "separation", "reallocation")
 
 
 def main(arguments: list[str]) -> int:

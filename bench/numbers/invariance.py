@@ -1,7 +1,8 @@
 """Tokens and metrics of the embedded model under the strategies of papers, compared with those of one rank.
 
 Three iterations in float32 with seeds 0 to 2: PPO at 1, 2, 4, 5 and 8 ranks and ZeRO 0 to 3, also with adapters
-(LoRA); the other algorithms on the same numbers of ranks, all of which split groups of three responses. One mpirun for
+(LoRA), and PPO and GRPO with the embedded mixture of experts, whose models all are mixtures; the other algorithms on
+the same numbers of ranks, all of which split groups of three responses. One mpirun for
 each number of ranks executes all its cases. Where a token differs, the smallest distance between a random number and
 the edge of a token's interval shows whether rounding can explain it.
 
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from bench.rows import Arguments, keep, on_ranks, one_world
 from bench.tables import ended
+from rlhf_spmd import embedded
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.pages.strategy import load_strategy
@@ -27,6 +29,10 @@ from rlhf_spmd.plan.program.transfers import communicators
 SEEDS = (0, 1, 2)
 GROUPS = ("rollout_batch=40", "samples_per_prompt=3", "mini_batch=40", "micro_batch=20")
 LORA, JOINED = "+lora", "+joined"  # behind the name of an algorithm: with adapters; generating with joined copies
+MIXTURE = "+mixture"  # with the embedded mixture of experts as all models that are none of a user
+ACTOR = str(embedded.path_of("mixture/actor"))
+# the preset's rate lets rounding grow a hundredfold in three iterations, also with the dense model of the same sums
+BALANCED = ("experts.balance_coef=0.01", "experts.z_coef=0.001", "optimizer.actor_lr=2e-5")
 WORDS = {  # options of an algorithm beside those of the preset
     "ppo": (),
     f"ppo{LORA}": ("lora.rank=8",),
@@ -35,6 +41,8 @@ WORDS = {  # options of an algorithm beside those of the preset
     "rloo": (*GROUPS, "rloo.epochs=2"),
     "remax": (),
     "reinforce_plus_plus": (),
+    f"ppo{MIXTURE}": ("rollout_batch=40", "mini_batch=20", "micro_batch=10", f"models.critic={ACTOR}", *BALANCED),
+    f"grpo{MIXTURE}": (*GROUPS, "grpo.kl_coef=0.001", "grpo.epochs=2", *BALANCED),
 }
 KEYS = ("algorithm", "ranks", "strategy", "options")  # what tells rows apart
 COMPARED = ("policy_loss", "value_loss", "actor_grad_norm", "critic_grad_norm", "kl", "reward")
@@ -70,8 +78,13 @@ def _cases() -> list[Case]:
     for name in ("interleaving1", "interleaving2", "separation", "reallocation"):
         cases += [Case(ranks, name, algorithm=lora) for ranks in (2, 4, 5, 8)] + [Case(4, name, {"zero": "1"}, lora)]
     cases += [Case(4, "reallocation", options, lora) for options in SPLIT]
+    for page in (f"ppo{MIXTURE}", f"grpo{MIXTURE}"):
+        cases += [Case(ranks, "flattening", algorithm=page) for ranks in (1, 2, 4, 5, 8)]
+        for name in ("interleaving1", "interleaving2", "separation", "reallocation"):
+            cases += [Case(ranks, name, algorithm=page) for ranks in (2, 4, 5, 8)]
+        cases += [Case(4, "reallocation", options, page) for options in SPLIT]
     for page in WORDS:
-        if page not in ("ppo", lora):
+        if page not in ("ppo", lora) and not page.endswith(MIXTURE):
             cases += [Case(ranks, "flattening", algorithm=page) for ranks in (1, 2, 4, 5, 8)]
             cases += [Case(ranks, name, algorithm=page) for ranks, name in OTHERS]
     return cases
@@ -84,8 +97,10 @@ CASES = _cases()
 
 
 def load(algorithm: str, seed: int) -> Config:
-    words = ["iterations=3", f"seed={seed}", "num_samples=0", *WORDS[algorithm]]
-    return presets.load("tiny", words, algorithm=algorithm.partition("+")[0])
+    words, (page, *_) = ["iterations=3", f"seed={seed}", "num_samples=0", *WORDS[algorithm]], algorithm.split("+")
+    if algorithm.endswith(MIXTURE):
+        return presets.load("arithmetic", words, ACTOR, algorithm=page)
+    return presets.load("tiny", words, algorithm=page)
 
 
 def programs(algorithms: Collection[str], num_ranks: int) -> list[tuple[Case, Program]]:

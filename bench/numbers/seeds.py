@@ -2,12 +2,14 @@
 
 demo-seeds: `make demo`: PPO raises the mean reward by an initial standard deviation, at 10 nats of KL at most.
 demo-grpo-seeds: `make demo-grpo`: GRPO raises the share of held-out problems solved to 85%, in a minute.
+demo-mixture-seeds: the same with the embedded mixture of experts, `make demo-grpo MODEL=.../mixture/actor`: 90%, and no
+    expert gets three times as many tokens as the mean one.
 demo-tools-seeds: `make demo-tools`: GRPO raises the share of held-out questions answered right to 80%, in two minutes.
     The words of these questions are in no prompt. The row also has the share of those whose numbers and sign are in no
     prompt, either, and of what the first model answers right without a tool: in episodes of one turn.
 
 Cost: five times the demo, two to six minutes.
-Command: python -m bench demo-seeds (demo-grpo-seeds, demo-tools-seeds) [--again] [KEY=VALUE ...]
+Command: python -m bench demo-seeds (demo-grpo-seeds, demo-mixture-seeds, demo-tools-seeds) [--again] [KEY=VALUE ...]
 """
 
 import math
@@ -63,6 +65,10 @@ def accuracies(result: dict, metrics: list[dict], folder: Path) -> dict:
     return {f"accuracy_{when}": result[f"eval_mean@1_{when}"] for when in ("first", "last")}
 
 
+def with_load(result: dict, metrics: list[dict], folder: Path) -> dict:
+    return accuracies(result, metrics, folder) | {"largest_load": max(row["expert_load"] for row in metrics)}
+
+
 def with_tools(result: dict, metrics: list[dict], folder: Path) -> dict:
     held_out, prompts = (read_rows(embedded.path_of(f"tools/{name}.jsonl")) for name in ("held_out", "prompts"))
     last = max((folder / "rollouts").glob("evaluation-*"))
@@ -97,6 +103,11 @@ DEMOS = {
         accuracies,
         lambda row: row["accuracy_first"] <= 0.5 and row["accuracy_last"] >= 0.85,
         most_s=60.0,
+    ),
+    "demo-mixture-seeds": Demo(
+        ("--preset", "arithmetic", "--model", str(embedded.path_of("mixture/actor"))),
+        with_load,
+        lambda row: row["accuracy_first"] <= 0.5 and row["accuracy_last"] >= 0.9 and row["largest_load"] < 3.0,
     ),
     "demo-tools-seeds": Demo(
         ("--preset", "tools", "rollouts.every=1000"),  # all evaluations, and of the iterations the first one

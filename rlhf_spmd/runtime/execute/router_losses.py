@@ -19,10 +19,10 @@ NAMES = ("router_balance", "router_z", "router_entropy")  # in the log, of Route
 
 
 def choices(call: LossCall, rows: Mapping[str, Tensor], shape: ModelShape) -> Tensor:
-    """Returns how often each expert of each sparse layer is chosen in these rows, float64 [L E]; [0] for a call that
-    takes no routes."""
+    """Returns how often each expert of each sparse layer is chosen in these rows, float64 [L E]; [0] if these
+    have no routes."""
     responses = call.responses[0]
-    if (routes := routes_of(responses)) not in call.inputs:
+    if (routes := routes_of(responses)) not in rows:
         return torch.zeros(0, dtype=torch.float64, device=rows[responses].device)
     took_B = sum((rows[key] >= 0).sum(1) for key in (call.prompts, responses)) - 1  # the last token took none
     (_, num_tokens, num_layers, _), device = rows[routes].shape, rows[routes].device

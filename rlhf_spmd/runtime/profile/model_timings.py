@@ -92,6 +92,8 @@ class TimedModel:
             elif key in map(actions_of, self.call.responses):  # of episodes: all tokens are drawn
                 rows[key] = (responses_BG >= 0).float()
             elif kind == "routes":
+                if not self.shape.num_experts:
+                    continue  # a dense model stands for a mixture
                 size = (
                     num_rows,
                     self.grid.longest,

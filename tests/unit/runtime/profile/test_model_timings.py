@@ -44,8 +44,18 @@ def test_a_training_step_of_every_page_is_timed(algorithm, more):
     words = [f"models.teacher={embedded.path_of('tiny/actor')}"] if algorithm == "distill" else [*more]
     config = presets.load("tiny", words, algorithm=algorithm)
     workload, world = make_workload(config), SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
-    model = next(iter(workload.workflow.trained_models))
-    few, subject = (TimedModel(world, config, workload, TOY, workload.models[model], 1, num) for num in (FEW, MANY))
+    trained(world, config, workload, workload.models[next(iter(workload.workflow.trained_models))])
+
+
+def test_a_dense_model_stands_for_a_mixture():
+    """As in the probe of a run whose calibration has tables of dense models alone."""
+    config = presets.load("tiny", MIXTURE, algorithm="grpo")
+    workload, world = make_workload(config), SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+    trained(world, config, workload, make_workload(presets.load("tiny", algorithm="grpo")).models["actor"])
+
+
+def trained(world, config, workload, shape) -> None:
+    few, subject = (TimedModel(world, config, workload, TOY, shape, 1, num) for num in (FEW, MANY))
     engine, rows = subject.engine(), few.rows([(4, 4), (4, 2)])
     for _ in range(2):
         subject.train(engine, rows)  # it raises if no row counts
