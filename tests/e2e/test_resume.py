@@ -68,12 +68,13 @@ def test_killed_and_resumed_is_the_same_run(overrides, tmp_path):
 
 
 def test_a_mixture_of_experts(tmp_path):
-    """GRPO with the experts that generation took, which are part of the batch."""
+    """GRPO one iteration ahead: a checkpoint has the experts that the next batch took in generation."""
     sizes = ["iterations=5", "checkpoint.every=1", "rollout_batch=32", "mini_batch=16", "micro_batch=8"]
     words = ["--preset", "arithmetic", "--model", embedded.path_of("mixture/actor"), "num_samples=2", "eval.every=5"]
-    kill_and_resume([*words, *sizes], tmp_path, 2, seed=2)
+    words += ["strategy.ahead=1", "grpo.old_logprobs=current", "grpo.importance_weights=token"]
+    kill_and_resume([*words, *sizes], tmp_path, 2, "--strategy", "separation", seed=2)
     rows = [json.loads(line) for line in (tmp_path / "undisturbed" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["route_disagreement"] for row in rows] == [0.0] * 5
+    assert all(row["route_disagreement"] < 0.05 for row in rows)
     transformers = pytest.importorskip("transformers")
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "undisturbed" / "actor").num_parameters() > 8e5
 

@@ -26,7 +26,7 @@ from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.weights.weight_sync import mover_of
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")  # AdamW's; masters are float32 (or the compute dtype if that is wider)
-DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int32: "I32"}
+DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int32: "I32", torch.uint8: "U8"}
 Box2 = tuple[Range, Range]  # rows and columns of a whole parameter
 
 
