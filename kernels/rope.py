@@ -66,8 +66,9 @@ class _Rope(torch.autograd.Function):
         dim = 2 * cos_Tf.shape[1]
         both = [x_THd.contiguous()[..., :dim] for x_THd in (q_grad_THd, k_grad_TKd)]
         rope_triton(*both, cos_Tf, sin_Tf, out=[grad[..., :dim] for grad in grads[:2]], back=True)
-        for grad, x_THd, first in zip(grads, (q_grad_THd, k_grad_TKd, v_grad_TKd), (dim, dim, 0), strict=True):
-            grad[..., first:] = x_THd[..., first:]
+        if dim < q_grad_THd.shape[2]:
+            grads[0][..., dim:], grads[1][..., dim:] = q_grad_THd[..., dim:], k_grad_TKd[..., dim:]
+        grads[2].copy_(v_grad_TKd)
         return *grads, None, None
 
 

@@ -146,7 +146,7 @@ class ModelConfig:
     sliding_layers: tuple[int, ...] = ()  # the layers that have that window
     layers_without_rope: tuple[int, ...] = ()
     local_rope_theta: float | None = None  # of the rope of layers with a window, if they have another one
-    norms: str = "before"  # where a block is normed: its input ("before"), what it adds ("after"), "both"
+    norms: str = "before"  # where a block is normed: its input ("before"), what it adds ("after"), "both", "around"
     activation: str = "silu"
     norm_offset: bool = False  # norms multiply by 1 + weight
     scales_embeddings: bool = False  # by the root of the hidden size, rounded as weights are

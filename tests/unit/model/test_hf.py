@@ -45,6 +45,7 @@ FAMILIES = {
     "seed_oss": {"head_dim": 8},
     "ernie4_5": {"head_dim": 12},
     "glm": {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 3},
+    "glm4": {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 3},
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
     "gemma": {"head_dim": 12},
     "olmo2 tied": {"tie_word_embeddings": True, "pad_token_id": 0},
@@ -141,9 +142,11 @@ def test_loads_what_transformers_saved_and_back(case, tmp_path):
 
 @pytest.mark.parametrize("shard", [Shard(1, 2), Shard(tp=2, tp_index=1)], ids=str)
 def test_a_shard_reads_its_own_rows_of_joint_matrices_alone(shard, tmp_path, monkeypatch):
-    theirs("phi3").save_pretrained(tmp_path)
-    whole = hf.load_model(tmp_path, head="lm")
-    reads = []
+    model = theirs("phi3")
+    model.save_pretrained(tmp_path)
+    whole, reads = hf.load_model(tmp_path, head="lm"), []
+    joint = model.state_dict()["model.layers.1.self_attn.qkv_proj.weight"]
+    assert torch.equal(whole.state_dict()["layers.1.self_attn.v_proj.weight"], joint[-16:])
     read = hf.weights.read_weights
     monkeypatch.setattr(hf.weights, "read_weights", lambda *given: reads.append(read(*given)) or dict(reads[-1]))
     group = SimpleNamespace(size=lambda: shard.tp) if shard.tp > 1 else None
@@ -171,7 +174,7 @@ def test_shards(folder, tmp_path, save_in_shards):
     close(their_logits(tmp_path), their_logits(folder))
 
 
-@pytest.mark.parametrize("case", ["llama", "llama tied", "mistral", "qwen2 tied", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("case", ["llama", "llama tied", "mistral", "qwen2 tied", "qwen3", "phi3", "gemma3_text"])
 def test_reward_models_both_ways(case, tmp_path):
     """AutoModelForSequenceClassification pools the last real token of what we wrote, even where it ends a sequence."""
     import transformers

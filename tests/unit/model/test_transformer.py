@@ -105,6 +105,7 @@ CASES = {
     "seed_oss": ("seed_oss", {"head_dim": 10, "attention_out_bias": True}),
     "ernie4_5": ("ernie4_5", {"head_dim": 10, "use_bias": True}),
     "glm": ("glm", {"head_dim": 12, "pad_token_id": 0}),
+    "glm4": ("glm4", {"head_dim": 16, "pad_token_id": 0, "attention_bias": False}),
     "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
