@@ -19,7 +19,7 @@ ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a number for each p
 # further optional numbers
 _ROPE_NUMBERS = (
     *("original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim"),
-    *("beta_fast", "beta_slow"),
+    *("beta_fast", "beta_slow", "factor"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of every scaling that Llama, Qwen and Mistral checkpoints use.
+"""Rotary positions: the frequencies of every scaling that checkpoints use.
 
 Rotary position embedding (arXiv:2104.09864) rotates dimension pair i of a head by the angle position * frequency_i. The
 scalings extend a trained context: linear (frequencies / factor), dynamic NTK (a larger base beyond the trained length),

@@ -1,4 +1,4 @@
-"""The transformer: one definition for training, scoring and generation, covering Llama, Qwen2, Qwen3 and Mistral.
+"""The transformer: one definition of all families for training, scoring and generation.
 
 Training, log-probabilities and decoding run the same code, so generation and training agree up to rounding. With cached
 keys, some operations are `fast`: the same formulas without a backward pass. Parameter names are Hugging Face's without

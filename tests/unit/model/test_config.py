@@ -76,6 +76,7 @@ def test_older_names_of_longrope():
         ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act 'silu' is not supported; .* gelu_pytorch_tanh"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         (PHI | {"partial_rotary_factor": 0.5}, "head_dim is 10, of which 0.5 are turned, but rotary positions need"),
+        (PHI | {"rope_scaling": {"type": "longrope", "factor": "x"}}, "'factor' is 'x', but must be a positive number"),
         (PHI | {"partial_rotary_factor": 1.5}, "head_dim is 10, of which 1.5"),
         (
             PHI | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 5}},
