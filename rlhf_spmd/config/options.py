@@ -143,7 +143,9 @@ class Experts:
 
     # train a mixture with the experts that its tokens took in generation; false: with those that its router chooses
     replay: bool = True
-    balance_coef: NonNegativeFloat = 0.0  # weight of the load-balancing loss of routers; 0: none
+    # weight of the load-balancing loss of routers; 0: none. Where no generation has chosen experts, a loss of routers
+    # costs one more forward pass
+    balance_coef: NonNegativeFloat = 0.0
     z_coef: NonNegativeFloat = 0.0  # weight of the routers' z-loss, the mean of logsumexp(logits)^2; 0: none
 
 
@@ -449,11 +451,13 @@ def make_workload(config: Config) -> Workload:
         workflow = _workflow(config, frozenset(mixtures))
     elif not mixtures and not config.experts.replay:
         raise UserError("experts.replay=false: no mixture of experts generates responses; drop the option")
-    if (config.experts.balance_coef or config.experts.z_coef) and not (mixtures and config.experts.replay):
-        raise UserError(
-            "experts.balance_coef and z_coef: these losses count the experts that a mixture took when it generated; "
-            "generate with a mixture and experts.replay=true, or drop them"
-        )
+    counted = frozenset(
+        call.name for call in workflow.train_calls if (found := shapes[call.model]) and found.num_experts
+    )
+    if not (config.experts.balance_coef or config.experts.z_coef) or (mixtures and config.experts.replay):
+        counted = frozenset()  # generation has counted them
+    elif not counted:
+        raise UserError("experts.balance_coef and z_coef: no mixture of experts is trained; drop them")
     adds_adapters = config.lora.generate == "joined"
     generating = [shapes[call.model] for call in workflow.generate_calls]
     if adds_adapters and not any(shape and shape.adapters for shape in generating):
@@ -477,6 +481,7 @@ def make_workload(config: Config) -> Workload:
         forecast_lengths=lengths,
         bases=bases(shapes, roles, {role: config.files(role).folder for role in shapes}, same_model),
         adds_adapters=adds_adapters,
+        counted=counted,
         answers=_forecast_answers(config, lengths.mean if lengths else config.row_tokens),
         may_chain=not why_all_meet(config),
         sums_each_pass=config.optimizer.sum_each_pass,

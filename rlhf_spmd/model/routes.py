@@ -103,6 +103,13 @@ class Routes:
         """The ids of every token, uint8 [N, L, k]; L counts the sparse layers that the pass went through."""
         return torch.stack([*self._taken.values()], dim=1)
 
+    def choices(self, num_experts: int) -> Tensor:
+        """Returns how often each expert of each layer is given, float64 [L E]."""
+        assert self._given_NLk is not None and self._is_given_N is not None
+        ids_NLk = self._given_NLk[self._is_given_N].long()
+        firsts_L1 = num_experts * torch.arange(ids_NLk.shape[1], device=ids_NLk.device)[:, None]
+        return torch.bincount((ids_NLk + firsts_L1).flatten(), minlength=ids_NLk.shape[1] * num_experts).double()
+
     @property
     def num_given(self) -> int:
         """How many ids sets were given: tokens times layers."""

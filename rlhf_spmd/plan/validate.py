@@ -186,6 +186,9 @@ def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iter
         norms = "norms over all heads, which are not sliced"
         why = norms if shape.qk_norm_of_all else f"{shape.num_experts} experts, which are cut whole"
         yield f"tp {layout.tp} cannot cut {model}, which has {why}; use tp {allowed}"
+    if layout.pp > 1 and call.name in workload.counted:
+        text = f"the losses of routers need all layers of {model} before a step, where no generation has chosen experts"
+        yield f"{text}; use pp 1 here, or drop experts.balance_coef and experts.z_coef"
     if layout.zero > 1 and shape.num_experts:
         yield f"ZeRO {layout.zero} is not for {model}, a mixture of experts; use ZeRO 0 or 1, or split it by tp or pp"
     if layout.tp > most_tp:

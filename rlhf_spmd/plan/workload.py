@@ -214,6 +214,7 @@ class Workload:
     answers: Answers | None = field(default=None, repr=False)  # forecast ones; None: responses have one turn
     sums_each_pass: bool = True  # ZeRO 2 sums the gradients of each micro-batch over ranks, instead of a step's
     may_chain: bool = True  # whether some iteration ends with nothing that needs all ranks, such as a checkpoint
+    counted: frozenset[str] = frozenset()  # train calls of mixtures that begin a step with passes that count experts
     state_sums: tuple[str, ...] = ()  # of computes, from which the state of the next iteration follows
 
     @property

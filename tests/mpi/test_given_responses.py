@@ -34,6 +34,7 @@ from rlhf_spmd.runtime.run.prepare import prepare
 from rlhf_spmd.strategies import flattening
 from tests.folders import WORDS, write_model
 from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error, load_run, save_run, with_groups, zero
+from tests.mpi.test_routes import MIXTURE
 from tests.runs import OneRank, RunOf, compiled
 
 pytestmark = [
@@ -49,6 +50,8 @@ PAGES = {  # of a page also with a budget of tokens, and with logprobs from a fi
     "dpo budget": ["mini_batch_tokens=70", "dpo.beta=0.5"],
     "sft adapters": ["sft.epochs=2", "lora.rank=3", "lora.dropout=0.3"],
     "dpo adapters": ["dpo.beta=0.5", "lora.rank=3", "lora.dropout=0.3", "mini_batch_tokens=70"],
+    "sft mixture": ["sft.epochs=2", "experts.balance_coef=0.5", "experts.z_coef=0.1"],
+    "dpo mixture": ["dpo.beta=0.5", "experts.balance_coef=0.5"],
     "dpo file": ["dpo.epochs=2", "dpo.beta=0.5", "data.precomputed_logprobs=FOLDER/alone"],
 }
 
@@ -83,13 +86,13 @@ PLACEMENTS = {
 }
 EVEN = ("tp", "pp")  # numbers of ranks that 2 divides
 FAST = {  # the other pages are slow there
-    "flattening": ("sft", "reward_model", "dpo file"),
+    "flattening": ("sft", "reward_model", "sft mixture", "dpo file"),
     "zero 2": ("reward_model", "sft budget"),
     "zero 3": ("sft", "dpo", "dpo budget"),
     "apart": ("dpo", "dpo budget"),
-    "tp": ("reward_model", "dpo", "sft adapters"),
+    "tp": ("reward_model", "dpo", "dpo mixture", "sft adapters"),
     "pp": ("sft", "reward_model", "dpo budget", "dpo adapters"),
-    "packed, recomputed": ("dpo", "sft budget", "sft adapters"),
+    "packed, recomputed": ("dpo", "sft budget", "sft mixture", "sft adapters"),
     "packed, zero 3": ("dpo",),
 }
 CASES = [
@@ -97,6 +100,7 @@ CASES = [
     for placement in PLACEMENTS
     for page in PAGES
     if not (page.endswith("adapters") and "zero 3" in placement)
+    and not (page.endswith("mixture") and ("zero" in placement or placement == "pp"))
 ]
 
 
@@ -113,6 +117,7 @@ def folder(world, shared_folder):
         for name, head, seed in (("actor", "lm", 1), ("reference", "lm", 3), ("reward", "scalar", 2)):
             write_model(shared_folder / name, head=head, seed=seed)
         write_model(shared_folder / "tied", tie_embeddings=True)
+        write_model(shared_folder / "mixture", **MIXTURE)
         config = config_of("dpo", shared_folder)
         program = precompute_program(compiled(config), num_rows=config.rollout_batch)
         precompute(prepare(config, program, OneRank()).job, str(shared_folder / "alone"))
@@ -123,11 +128,12 @@ def folder(world, shared_folder):
 def config_of(page: str, folder: Path) -> Config:
     algorithm = page.split()[0]
     main = "reward" if algorithm == "reward_model" else "actor"
+    model = "mixture" if page.endswith("mixture") else main
     words = [f"data.prompts={folder / 'rows.jsonl'}", "data.max_prompt=8", "generation.max_new_tokens=10"]
     words += ["iterations=2", "rollout_batch=14", "mini_batch=7", "micro_batch=3", f"optimizer.{main}_lr=1e-3"]
     words += [word.replace("FOLDER", str(folder)) for word in PAGES[page]]
     words += [f"models.reference={folder / 'reference'}"] if algorithm == "dpo" else []
-    return presets.load(None, words, str(folder / main), algorithm=algorithm)
+    return presets.load(None, words, str(folder / model), algorithm=algorithm)
 
 
 def run_of(config: Config, *world) -> RunOf:

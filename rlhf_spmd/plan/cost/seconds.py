@@ -7,7 +7,8 @@ No product hides these messages or the start of a layer. A backward pass takes t
 recomputation; one less where a base is frozen, of which it computes no gradients. Adapters add 2 FLOPs per number and
 token, three times that where they train; none in generation with copies of the weights that have them.
 
-A sparse layer of a mixture multiplies a token with its router and with k of its E experts.
+A sparse layer of a mixture multiplies a token with its router and with k of its E experts. Where losses of routers
+count experts that no generation has chosen, a step has one more forward pass.
 
 A decode step of b rows and L layers takes max(start, max(read, products) + reduces): starting it, L decode_layer_s + 2
 L decode_reduce_s (tp > 1); reading keys, values and all weights, of the experts of a layer the E (1 - (1 - k/E)^b) that
@@ -149,11 +150,12 @@ class Cost:
         layers, is_last = shard.layers(shape.num_layers), shard.is_last
         num_layers = len(layers)
         adapters_s, of_weights = self.adapters_s(call, layout, rank, tokens), shape.adapters is None
+        more = layout.recompute + (call.name in self.workload.counted)  # forward passes without a head
         if (table := self.table(call.model, layout, rank)) is not None:
             forward_s = table.forward.at(num_layers, tokens, length, rest=is_last)
             if not backward:
                 return forward_s + adapters_s
-            again_s = table.forward.at(num_layers, tokens, length, rest=False) if layout.recompute else 0.0
+            again_s = more * table.forward.at(num_layers, tokens, length, rest=False) if more else 0.0
             backward_s = max(0.0, table.train.at(num_layers, tokens, length, rest=is_last) - forward_s)
             return backward_s / (1 if of_weights else 2) + again_s + (2 + layout.recompute) * adapters_s
         hidden_bytes = tokens * shape.hidden_size * self.workload.param_bytes
@@ -163,7 +165,7 @@ class Cost:
         head_s = head_flops(shape, tokens, layout.tp) / device.matrix_flops if is_last else 0.0
         if backward:
             passes = 1 + of_weights
-            layers_s = (passes + layout.recompute) * num_layers * layer_s
+            layers_s = (passes + more) * num_layers * layer_s
             return layers_s + passes * head_s + (2 + layout.recompute) * adapters_s
         return num_layers * layer_s + head_s + adapters_s
 

@@ -87,6 +87,8 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
         dp = mesh.size // (pp * tp)
         if isinstance(call, Generate) and call.has_turns and dp != mesh.size:
             continue  # an environment answers to one rank
+        if pp > 1 and call.name in workload.counted:
+            continue
         grid = Layout(mesh.ranks, dp=dp, pp=pp, tp=tp)
         rows = -(-workload.mini_batch // dp)
         if isinstance(call, Train):

@@ -4,12 +4,15 @@ and the losses that follow from it."""
 # B rows, T tokens, N real ones, L sparse layers, E experts, k experts of a token
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.config.options import Experts
 from rlhf_spmd.model.routes import RouterLosses, Routes
+from rlhf_spmd.model.sequences import Sequences, forward
+from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.calls import LossCall
 from rlhf_spmd.plan.runtime_words import routes_of
 from rlhf_spmd.plan.workload import ModelShape
@@ -25,11 +28,19 @@ def choices(call: LossCall, rows: Mapping[str, Tensor], shape: ModelShape) -> Te
     if (routes := routes_of(responses)) not in rows:
         return torch.zeros(0, dtype=torch.float64, device=rows[responses].device)
     took_B = sum((rows[key] >= 0).sum(1) for key in (call.prompts, responses)) - 1  # the last token took none
-    (_, num_tokens, num_layers, _), device = rows[routes].shape, rows[routes].device
-    took_BT = torch.arange(num_tokens, device=device) < took_B[:, None]
-    firsts_L1 = shape.num_experts * torch.arange(num_layers, device=device)[:, None]
-    numbers = (rows[routes][took_BT].long() + firsts_L1).flatten()
-    return torch.bincount(numbers, minlength=num_layers * shape.num_experts).double()
+    took_BT = torch.arange(rows[routes].shape[1], device=took_B.device) < took_B[:, None]
+    return Routes(rows[routes].flatten(0, 1), took_BT.flatten()).choices(shape.num_experts)
+
+
+@torch.no_grad()
+def with_choices(model: Transformer, batch: Sequences) -> Sequences:
+    """Returns sequences with the experts that the routers choose now, of which the last one of a row does not count."""
+    recorded = Routes()
+    forward(model, replace(batch, routes=recorded))
+    lengths_B = torch.tensor(batch.lengths)
+    is_last_N = torch.zeros(len(batch.tokens_N), dtype=torch.bool)
+    is_last_N[lengths_B.cumsum(0) - 1] = True
+    return replace(batch, routes=Routes(recorded.taken[: len(is_last_N)], ~is_last_N.to(batch.tokens_N.device)))
 
 
 def begin(

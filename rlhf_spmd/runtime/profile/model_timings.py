@@ -71,7 +71,7 @@ class TimedModel:
         workflow, head = workload.workflow, "scalar" if shape.scalar_head else "lm"
         self.call = next(call for call in workflow.train_calls if workflow.heads[call.model] == head)
         routed = {self.call.model: replace(shape, num_layers=MANY)}  # rows have routes of so many layers
-        workload = replace(workload, models={**workload.models, **routed})
+        workload = replace(workload, models={**workload.models, **routed}, counted=frozenset())
         self.job = _job_of(world, config, workload, self.call, self.layout, shape.vocab_size)
 
     def rows(self, lengths: Sequence[tuple[int, int]]) -> Rows:

@@ -123,6 +123,15 @@ def test_what_mixtures_cannot_have_is_refused_and_not_searched(shape, layout, ki
             search(workload, cluster, load_calibration(kind))
 
 
+def test_experts_are_not_counted_through_stages():
+    workload, cluster = replace(make_workload(shape=MIXTURE), counted=frozenset({"actor_train"})), Cluster.parse("1x2")
+    layouts = dict.fromkeys((call.name for call in workload.workflow.placed_calls), Layout.grid_of(range(2), pp=2))
+    with pytest.raises(UserError, match="call actor_train .*the losses of routers need all layers of actor.*use pp 1"):
+        validate(Placement(layouts), workload, cluster)
+    call = workload.workflow.train_call("actor")
+    assert all(one.pp == 1 for mesh in meshes(cluster) for one in layouts_of(call, mesh, workload, cluster))
+
+
 def test_a_frozen_model_is_sharded_by_zero_3_where_all_its_calls_are():
     workload, cluster = make_workload(), Cluster.parse("1x4")
     layouts = dict.fromkeys((call.name for call in workload.workflow.placed_calls), EVERYONE)

@@ -122,6 +122,16 @@ def test_inference_and_training_on_one_device(recompute):
     assert cost.times.run_s(0, Run("actor_train", mini_batch=0)) == pytest.approx(expected)
 
 
+def test_counting_experts_takes_a_forward_pass_without_a_head():
+    workload, layout = make_workload(shape=MIXTURE), Layout((0,), dp=1)
+    call, cluster = workload.workflow.train_call("actor"), Cluster.parse("1x1")
+    plain_s, counting_s = (
+        Cost(machine(), replace(workload, counted=counted), cluster).pass_s(call, layout, 0, 24, 12, backward=True)
+        for counted in (frozenset(), {"actor_train"})
+    )
+    assert counting_s - plain_s == pytest.approx(8 * layer_flops(MIXTURE, 24, 6) / 1e9)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_adapters(recompute, zero):

@@ -20,7 +20,7 @@ def test_choices_are_counted_in_each_layer_but_for_the_last_token():
     shape = ModelShape(5, 8, 8, 2, 2, 4, 16, num_experts=3, experts_per_token=2, expert_size=4)
     found = router_losses.choices(call, rows, shape)  # two tokens of each row count
     assert found.view(2, 3).tolist() == [[4, 2, 2], [0, 4, 4]]
-    assert not len(router_losses.choices(SimpleNamespace(responses=("responses",), inputs=()), rows, shape))
+    assert not len(router_losses.choices(call, {"responses": rows["responses"]}, shape))
 
     meter, passes = Meter(), [Routes()]
     router_losses.begin(passes, found, shape, Experts(balance_coef=0.1), meter, counts=True)
