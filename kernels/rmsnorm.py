@@ -27,7 +27,7 @@ PROGRAMS = 512  # of a backward pass at most, with a sum of dweight each; their 
 def rmsnorm(x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns (y, s): the normalised rows, and x + residual (x itself without a residual). x may also be [T, H, D].
 
-    There is a backward pass on GPUs alone.
+    The weight may be wider than x. There is a backward pass on GPUs alone.
     """
     has_gradient = needs_gradient(x_ND, weight_D, residual_ND)
     if fused(x_ND):
@@ -36,7 +36,7 @@ def rmsnorm(x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | No
         y_ND, *added = _RMSNorm.apply(x_ND, weight_D, eps, residual_ND)
         return y_ND, added[0] if added else x_ND
     assert not has_gradient, "rmsnorm has no backward pass here"
-    if cpu.used_for(x_ND):
+    if cpu.used_for(x_ND) and weight_D.dtype == x_ND.dtype:
         return cpu.rmsnorm(x_ND, weight_D, eps, residual_ND)
     s_ND = x_ND if residual_ND is None else residual_ND + x_ND  # this order gives the memory layout of the residual
     wide_ND = s_ND.to(torch.promote_types(s_ND.dtype, torch.float32))
@@ -116,13 +116,13 @@ def rmsnorm_triton(
     x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Launches a program per long row, or per handful of short ones. Only the last dims must be contiguous."""
-    assert x_ND.dim() in (2, 3) and weight_D.shape == x_ND.shape[-1:] and weight_D.dtype == x_ND.dtype, x_ND.shape
+    assert x_ND.dim() in (2, 3) and weight_D.shape == x_ND.shape[-1:], x_ND.shape
     assert x_ND.stride(-1) == weight_D.stride(0) == 1
     assert residual_ND is None or (residual_ND.shape, residual_ND.dtype) == (x_ND.shape, x_ND.dtype)
     assert residual_ND is None or residual_ND.stride(-1) == 1
     assert x_ND.dtype in DTYPES, x_ND.dtype
     size, num_rows = x_ND.shape[-1], x_ND.shape[:-1].numel()
-    y_ND = torch.empty(x_ND.shape, dtype=x_ND.dtype, device=x_ND.device)
+    y_ND = x_ND.new_empty(x_ND.shape)
     s_ND = x_ND if residual_ND is None else torch.empty_like(y_ND)
     if not num_rows:
         return y_ND, s_ND

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_spmd import embedded
 from rlhf_spmd.model.adapters.uniform import base_folder
 from rlhf_spmd.model.config import RANDOM, ModelConfig, read_config_json, to_hf
-from rlhf_spmd.model.families import family_with
+from rlhf_spmd.model.families import FAMILIES, family_with
 from rlhf_spmd.model.texts.tokenizer_files import TOKENIZER_FILES, same_behaviour
 from rlhf_spmd.plan.workflow import Role
 from rlhf_spmd.plan.workload import SHAPES, ModelShape
@@ -62,13 +62,14 @@ def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelCo
     num_layers: in place of the shape's.
     longest: the most tokens of a sequence.
     """
-    flags: dict[str, Any] = {field: True for name, field in FLAGS.items() if getattr(shape, name)}
-    if shape.num_experts:
-        flags["norm_topk"] = True
+    flags: dict[str, Any] = {field: getattr(shape, name) for name, field in FLAGS.items()}
+    flags["norm_topk"] = mixture = bool(shape.num_experts)
+    family = family_with(flags, mixture=mixture, norms=shape.norms)
     return ModelConfig(
-        family_with(flags, mixture=bool(shape.num_experts), norms=shape.norms),
+        family,
+        activation=FAMILIES[family].activation[1],
         **{name: getattr(shape, name) for name in SIZES} | {"num_layers": num_layers},
-        **flags,
+        **dict.fromkeys(FAMILIES[family].always, True) | flags,
         max_position_embeddings=longest,
         tie_embeddings=shape.tied,
     )

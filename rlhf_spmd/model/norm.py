@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
         weight = self.weight
         if self.offset:
             weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
-        if weight.dtype == x.dtype and (fast or (fused(x) and x.dim() < 4)):
+        if fast or (fused(x) and x.dim() < 4):
             normed, total = rmsnorm(x, weight, self.eps, residual)
         else:
             total = sum_of(x, residual)

@@ -1,6 +1,6 @@
 """The families of models: a page of data for each, by its model_type in config.json. Plain Python without torch."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from rlhf_spmd.model.families import (
     ernie4_5,
@@ -45,11 +45,13 @@ FAMILIES = {
 }
 
 
-def family_with(fields: Collection[str], *, mixture: bool, norms: str) -> str:
-    """Returns the first family that has models, or mixtures, with these fields of `ModelConfig`, and no others,
-    true, and norms at these places."""
+def family_with(fields: Mapping[str, bool], *, mixture: bool, norms: str) -> str:
+    """Returns the first family that has models, or mixtures, with these fields of `ModelConfig`, whatever others it
+    implies, and norms at these places."""
+    true = {field for field, value in fields.items() if value}
     for name, family in FAMILIES.items():
-        keyed = [group for group in family.switches.values() if {*group} <= {*fields}]
-        if {*family.always}.union(*keyed) == {*fields} and (bool(family.sizes), family.norms) == (mixture, norms):
+        keyed = [group for group in family.switches.values() if {*group} <= true]
+        implied = {*family.always}.union(*keyed) & fields.keys()
+        if implied == true and (bool(family.sizes), family.norms) == (mixture, norms):
             return name
-    raise AssertionError(f"no family has {', '.join(fields)}")
+    raise AssertionError(f"no family has {', '.join(true)}")
