@@ -304,7 +304,7 @@ class Copies:
             base = base or _Weights(model, copy, _sum if adds_adapters else _own_weight, key=key)
             model.kept = base if low_ranks and not adds_adapters else None
             if num_logits:
-                base.head_VD = base.head_VD or model.logits(like, head=lambda _, all_VD: copy(all_VD[:num_logits]))
+                base.head_VD = base.head_VD or model.logits(like[:1], head=lambda _, all_VD: copy(all_VD[:num_logits]))
             self.head_VD = base.head_VD
         elif adds_adapters:
             base = _Weights(model, _itself, _sum)
