@@ -23,6 +23,7 @@ from rlhf_spmd.model.config_keys import (
     layers_without_rope_in,
     local_theta_in,
     number,
+    other_kind,
     rope_in,
     token_id,
     windows_in,
@@ -241,10 +242,11 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
     """
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(f"model_type {name!r} is not supported; supported are {', '.join(FAMILIES)}")
+        kind = other_kind(values, is_known=False) or f"supported are {', '.join(FAMILIES)}"
+        raise UserError(f"model_type {name!r} is not supported; {kind}")
+    if kind := other_kind(values, is_known=True):
+        raise UserError(kind)
     family = FAMILIES[name]
-    if values.get("quantization_config"):
-        raise UserError("the weights are quantised (quantization_config) and cannot be trained; use the original model")
     key, *names = family.activation
     if values.get(key, names[0]) not in names:
         raise UserError(f"{key} {values[key]!r} is not supported; supported is {names[0]}")

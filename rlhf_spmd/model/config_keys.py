@@ -1,8 +1,10 @@
 """Reads the keys of a config.json that are more than a number: ropes, windows, experts. Plain Python without torch."""
 
+import re
 from typing import Any, TypeGuard
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.families import FAMILIES
 from rlhf_spmd.model.families.family import Family
 
 # rope type -> the numbers it needs in addition to rope_theta
@@ -21,6 +23,44 @@ _ROPE_NUMBERS = (
     *("original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim"),
     *("beta_fast", "beta_slow", "factor"),
 )
+
+# keys of models that nothing here trains -> what they say, and what to use in the place of such a model
+OTHER_KINDS = {
+    "quantization(_config)?": ("its weights are quantised and cannot be trained", "use the original model"),
+    "(vision|audio|speech|thinker)_config|img_processor|mm_vision_tower": (
+        "it has a tower for images or sounds",
+        "use a model of text alone, such as its own, which transformers may write: "
+        "AutoModelForImageTextToText.from_pretrained(FOLDER).model.language_model.save_pretrained(TEXT)",
+    ),
+}
+UNKNOWN_KINDS = OTHER_KINDS | {  # also of families that are unknown here
+    "(mamba|ssm|lru|linear)_.+|state_size|rescale_every|decay_low_rank_dim|hybrid_override_pattern": (
+        "layers of it keep a state (state space, linear attention)",
+        "use a model whose layers all have attention",
+    ),
+    "layer_types (?!full_attention|sliding_attention).+": (
+        "layers of it have no attention, or another one than full and sliding",
+        "use a model without such layers",
+    ),
+    "(num|num_local|n_routed|moe_num)_experts": (
+        "it is a mixture of experts",
+        f"supported mixtures are {', '.join(name for name, family in FAMILIES.items() if family.sizes)}",
+    ),
+}
+
+
+def other_kind(values: dict[str, Any], *, is_known: bool) -> str:
+    """Returns of which kind a model is that nothing here trains, and what to use; empty: none of its keys says so.
+
+    is_known: whether its family is.
+    """
+    types = values.get("layer_types")
+    said = [key for key, value in values.items() if value]
+    said += [f"layer_types {kind}" for kind in types] if isinstance(types, list) else []
+    for pattern, (what, instead) in (OTHER_KINDS if is_known else UNKNOWN_KINDS).items():
+        if found := next((key for key in said if re.fullmatch(pattern, key)), ""):
+            return f"{what} ({found}); {instead}"
+    return ""
 
 
 def integer(values: dict[str, Any], name: str) -> int:

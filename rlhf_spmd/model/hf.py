@@ -25,8 +25,8 @@ from rlhf_spmd.model import weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
 from rlhf_spmd.model.random_weights import is_random, random_tensors
-from rlhf_spmd.model.stored_names import check_names, hugging_face_names
-from rlhf_spmd.model.stored_parts import joined, ours_of, stored_of, table_of
+from rlhf_spmd.model.stored_names import BIAS, check_names, hugging_face_names, with_score
+from rlhf_spmd.model.stored_parts import ALL, joined, ours_of, stored_of, table_of
 from rlhf_spmd.model.texts.template_time import format_time
 from rlhf_spmd.model.texts.tokenizer import Tokenizer, padding_token
 from rlhf_spmd.model.texts.tokenizer_files import (
@@ -90,9 +90,9 @@ def load_model(
     Every rank checks the names and shapes of the whole model, but reads only the slices of its shard.
 
     head "lm" needs a causal language model. head "scalar" is read from a folder of AutoModelForSequenceClassification
-    with one label. From a causal language model it starts at zero if `fresh_head` (for a critic; the scores of a reward
-    model would all be 0). Raises UserError naming file and tensor if a tensor is missing, unexpected, truncated or of a
-    wrong shape.
+    or AutoModelForTokenClassification with one label, or with a value head. From a causal language model it starts at
+    zero if `fresh_head` (for a critic; the scores of a reward model would all be 0). Raises UserError naming file and
+    tensor if a tensor is missing, unexpected, truncated or of a wrong shape.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -105,6 +105,7 @@ def load_model(
         return model
     found = weights.locate(folder)
     stored = hugging_face_names(found)
+    stored = with_score(stored) if head == "scalar" else stored
     places = {name: found[there] for name, there in stored.items()}
     with naming(_file(folder)):
         table = table_of(shapes, config, stored)
@@ -124,9 +125,16 @@ def load_model(
 
     wanted = {part.name: part.slices(ours, shapes[name][0]) for name, ours in slices.items() for part in table[name]}
     held = {name: theirs for name, theirs in wanted.items() if theirs is not None}
+    if head == "scalar" and BIAS in stored:
+        expect[BIAS], held[BIAS] = torch.Size([1]), ALL
     tensors = weights.read_weights(places, expect, lambda tensor: tensor.to(device=device, dtype=dtype), held, stored)
     if head == "lm":
         _check_tied(config, places, expect, tensors, held, stored)
+    if BIAS in tensors and (bias := tensors.pop(BIAS)).any():
+        raise UserError(
+            f"{places[BIAS]}: the bias {stored[BIAS]} is {bias.item():g}, and a head has none here; set it to zero, "
+            "which moves all values by as much, or leave out the head, and a critic begins with zeros"
+        )
     for name in missing_head:  # a fresh critic's values are zero
         if name in slices:
             tensors[name] = torch.zeros(1, config.hidden_size, dtype=dtype, device=device)

@@ -5,6 +5,7 @@ model: torch.compile `_orig_mod`, DDP `module`, TRL's value head `pretrained_mod
 tensor is which stays certain, because the embeddings are there once and all other names are counted from theirs.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,17 +13,19 @@ from rlhf_spmd.errors import UserError
 
 EMBEDDINGS, BODY = "embed_tokens.weight", "model."
 HEADS = ("lm_head.weight", "score.weight")
+BIAS = "score.bias"  # that of a classifier of tokens and of TRL's value head; a head here has none
+SCALAR_HEAD = re.compile(r"(?:\w+\.)*(?:score|classifier|value_head|v_head\.summary)\.(weight|bias)")
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")  # of the body
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # that may stand anywhere
 TABLES = "rotary_emb.inv_freq"  # stored in old checkpoints, computed from the config here
-VALUE_HEAD = "v_head"  # of TRL: a layer with a bias, beside a language model
+VALUE_HEAD = "v_head"  # of TRL, beside a language model
 MERGE = "merge the adapter with peft: model.merge_and_unload().save_pretrained('MERGED'), and give that folder"
 # a part of names that a model lacks -> what to do
 ADVICE = {
     "lora_": MERGE,
     "base_layer": MERGE,
     "score.": "it is a critic or reward model: give a folder saved from AutoModelForCausalLM",
-    VALUE_HEAD: "give the critic another folder, or remove TRL's value head, and it begins with zeros",
+    "qweight": "its weights are quantised: give the original model",
 }
 COPY = (
     "copy all weights, or the config.json that belongs to them, or save the model again from AutoModelForCausalLM with "
@@ -51,6 +54,13 @@ def hugging_face_names(stored: Iterable[str]) -> dict[str, str]:
     return names if len(names) == len(stored) else {name: name for name in stored}
 
 
+def with_score(stored: Mapping[str, str]) -> dict[str, str]:
+    """Gives the layer with one output our name of it, whatever it is called; if there are two, all names stay."""
+    heads = {name: found[1] for name in stored if (found := SCALAR_HEAD.fullmatch(name))}
+    names = {f"score.{heads[name]}" if name in heads else name: there for name, there in stored.items()}
+    return names if len(names) == len(stored) else dict(stored)
+
+
 def check_names(file: Path, stored: Mapping[str, str], needed: Collection[str], *, head: str, tied: bool) -> list[str]:
     """Compares the tensors of a folder with those that a model needs -> the heads that start at zero. Raises UserError.
 
@@ -60,8 +70,8 @@ def check_names(file: Path, stored: Mapping[str, str], needed: Collection[str], 
     tied: whether the embeddings are the output, too.
     """
     fresh = ["score.weight"] if head == "scalar" and "score.weight" not in stored else []
-    value_head = [] if fresh else [VALUE_HEAD]  # beside a language model it is left out; a critic here has no bias
-    ignored = ["lm_head.weight"] if head == "scalar" or tied else []
+    value_head = [] if fresh else [VALUE_HEAD]  # left out where it is not the head
+    ignored = ["lm_head.weight"] * (head == "scalar" or tied) + [BIAS] * (head == "scalar")
     missing = [name for name in needed if name not in stored and name not in fresh]
     extra = [there for name, there in stored.items() if name not in needed and name not in ignored]
     extra = [name for name in extra if not name.endswith(TABLES) and {*name.split(".")}.isdisjoint(value_head)]

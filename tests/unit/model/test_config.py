@@ -66,7 +66,19 @@ def test_older_names_of_longrope():
         ({"num_key_value_heads": 4}, "6 attention heads cannot share 4"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"num_attention_heads": 8, "head_dim": 8}, "not a multiple"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "its weights are quantised .* (quantization_config); use the original"),
+        ({"quantization": {"bits": 4}, "model_type": "gpt2"}, "'gpt2' is not supported; its weights are quantised"),
+        ({"model_type": "gemma3", "vision_config": {"x": 1}}, "'gemma3' is not .*; it has a tower .*vision_config"),
+        ({"vision_config": {"x": 1}}, "it has a tower for images or sounds (vision_config); use a model of text"),
+        ({"model_type": "voxtral", "audio_config": {"x": 1}}, "'voxtral' .*; it has a tower .*audio_config.*; use a"),
+        ({"model_type": "mamba2", "state_size": 128}, "'mamba2' .*; layers of it keep a state .*; use a model whose"),
+        ({"model_type": "bamba", "mamba_d_state": 16}, "'bamba' .*; layers of it keep a state .*mamba_d_state"),
+        ({"model_type": "rwkv", "rescale_every": 6}, "'rwkv' .*; layers of it keep a state"),
+        ({"model_type": "qwen3_next", "linear_key_head_dim": 16, "num_experts": 8}, "'qwen3_next' .* keep a state"),
+        ({"model_type": "lfm2", "layer_types": ["full_attention", "conv"]}, "'lfm2' .* (layer_types conv); use a"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "mixture of experts (n_routed_experts); .* mixtral, qw"),
+        ({"model_type": "gpt_oss", "num_local_experts": 8}, "'gpt_oss' is not .* mixture .*; supported mixtures are"),
+        ({"model_type": "ernie4_5_moe", "moe_num_experts": 8}, "'ernie4_5_moe' .* mixture of experts (moe_num_exp"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "positive number 'factor'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "kinds of layers"),
@@ -90,5 +102,5 @@ def test_older_names_of_longrope():
     ],
 )
 def test_what_cannot_be_a_model_is_refused(change, words):
-    with pytest.raises(UserError, match=words.replace("(", r"\(")):
+    with pytest.raises(UserError, match=words.replace("(", r"\(").replace(")", r"\)")):
         from_hf({"model_type": "llama", **SMALL} | change)

@@ -13,6 +13,7 @@ from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.stored_names import hugging_face_names
 from rlhf_spmd.plan.layout import Layout
 from tests.folders import write_model
+from tests.unit.model.test_hf import SMALL, TOKENS_BT
 
 OTHERS = {
     "torch.compile": lambda name: f"_orig_mod.{name}",
@@ -96,16 +97,65 @@ def test_tied_models_and_scalar_heads(name, tmp_path):
     )
 
 
-def test_a_value_head_of_trl(tmp_path):
-    """The language model beside it is certain; a critic here has no bias."""
-    value_head = {"v_head.summary.weight": torch.ones(1, 32), "v_head.summary.bias": torch.ones(1)}
-    folder = rename(write_model(tmp_path / "b"), OTHERS["TRL's value head"], value_head)
-    same(load_model(write_model(tmp_path / "a"), head="lm"), load_model(folder, head="lm"))
-    with pytest.raises(UserError, match=r"holds tensor v_head\..* remove TRL's value head, and it begins"):
-        load_model(folder, head="scalar")
+HEADS = {  # as which model of transformers it is saved, and the name of its head there
+    "TRL's value head": ("CausalLM", "v_head.summary"),
+    "TRL's under another wrapper": ("CausalLM", "module.v_head.summary"),
+    "a value head of OpenRLHF": ("CausalLM", "value_head"),
+    "a classifier of tokens": ("TokenClassification", "score"),
+    "an older one": ("TokenClassification", "classifier"),
+}
+
+
+def with_head(folder, name, family, bias):
+    """Writes a random model of transformers with a head of one output -> the values of some tokens."""
+    import transformers
+
+    kind, layer = HEADS[name]
+    config = transformers.AutoConfig.for_model(family, **SMALL | {"pad_token_id": 0, "num_labels": 1})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config).eval()
+    model.save_pretrained(folder)
+    weight = model.score.weight.data if hasattr(model, "score") else torch.randn(1, SMALL["hidden_size"])
+    head = {f"{layer}.weight": weight} | ({f"{layer}.bias": torch.tensor([bias])} if bias is not None else {})
+    rename(folder, lambda name: None if name.startswith("score") else name, head)
+    with torch.no_grad():
+        if hasattr(model, "score"):
+            model.score.bias.fill_(bias)
+            return model(TOKENS_BT).logits[..., 0]
+        return model(TOKENS_BT, output_hidden_states=True).hidden_states[-1] @ weight[0]  # as TRL does
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "phi3"])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_with_one_output_under_another_name(name, family, tmp_path):
+    values_BT = with_head(tmp_path, name, family, None if "OpenRLHF" in name else 0.0)
+    for fresh_head in (True, False):
+        mine = load_model(tmp_path, head="scalar", fresh_head=fresh_head)
+        torch.testing.assert_close(mine.scalar(mine(TOKENS_BT)).detach(), values_BT, atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_with_a_bias_is_refused(tmp_path):
+    """A language model with one is still a language model."""
+    with_head(tmp_path, "TRL's value head", "llama", 0.25)
+    with pytest.raises(UserError, match=r"model.safetensors: the bias v_head.summary.bias is 0.25, and .* set it to z"):
+        load_model(tmp_path, head="scalar")
+    load_model(tmp_path, head="lm")
+    with_head(tmp_path / "t", "a classifier of tokens", "llama", 0.25)
+    with pytest.raises(UserError, match=r"holds tensor score\.\w+ .* critic or reward model"):
+        load_model(tmp_path / "t", head="lm")
+
+
+def test_of_two_heads_that_of_a_reward_model_is_read(tmp_path):
+    with_head(tmp_path, "TRL's value head", "llama", 0.5)
+    rename(tmp_path, str, {"score.weight": torch.ones(1, SMALL["hidden_size"])})
+    assert load_model(tmp_path, head="scalar").score.weight.eq(1).all()
 
 
 WRONG = {
+    "quantised weights": (
+        lambda name: name.replace("q_proj.weight", "q_proj.qweight"),
+        r"holds tensor model.layers.0.self_attn.q_proj.qweight .*its weights are quantised: give the original",
+    ),
     "no head": (
         BASE["the base model"],
         r"lacks tensor lm_head.weight; .* save the model again from AutoModelForCausalLM",
