@@ -48,9 +48,11 @@ def rows(dtype: torch.dtype, num: int) -> None:
     for size in (96, 4096, 8192):
         x = torch.zeros(num, size, dtype=dtype)
         rmsnorm_triton(x, x[0], 1e-5, x)
+        rmsnorm_triton(x, x[0].float(), 1e-5, x)
         rmsnorm_triton(x.view(num, 2, -1), x[0, : size // 2], 1e-5)
         for wants_weight in (False, True):
             rmsnorm_backward_triton(x, x, x, x[0], 1e-5, wants_weight=wants_weight)
+            rmsnorm_backward_triton(x, x, x, x[0].float(), 1e-5, wants_weight=wants_weight)
             heads = x.view(num, 2, -1)
             rmsnorm_backward_triton(heads, None, heads, x[0, : size // 2], 1e-5, wants_weight=wants_weight)
         silu_mul_triton(*x.chunk(2, dim=1))

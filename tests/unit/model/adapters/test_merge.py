@@ -23,6 +23,7 @@ from tests.unit.model.adapters.test_files import ADAPTERS, FOLDERS, change, logi
 BIAS = {"model_type": "qwen2", "attention_bias": True, "tie_embeddings": True}
 FAMILIES = {"llama": {"mlp_bias": True}, "mistral": {"model_type": "mistral"}, "qwen2 tied": BIAS}
 FAMILIES |= {"qwen3": {"model_type": "qwen3", "qk_norm": True, "head_dim": 12}}
+FAMILIES |= {"olmo2": {"model_type": "olmo2", "qk_norm": True, "qk_norm_of_all": True, "norms": "after"}}
 LAYERS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 
 

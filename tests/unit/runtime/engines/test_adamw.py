@@ -74,6 +74,7 @@ def test_what_decays(head, tied):
         "attention_bias": True,
         "attention_output_bias": True,
         "qk_norm": True,
+        "norms": "both",
         "tie_embeddings": tied,
         "max_position_embeddings": 9,
     }
