@@ -26,6 +26,8 @@ FLAGS = {  # fields of ModelShape -> those of ModelConfig
     "mlp_bias": "mlp_bias",
     "qk_norm": "qk_norm",
     "qk_norm_of_all": "qk_norm_of_all",
+    "layer_norm": "layer_norm",
+    "plain_mlp": "plain_mlp",
 }
 
 

@@ -47,6 +47,7 @@ _SIZES = {
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
 }
+_OTHERS = ("rms_norm_eps", "max_position_embeddings")
 
 
 def read_json(path: Path, *, any_size: bool = False) -> dict[str, Any]:
@@ -150,6 +151,9 @@ class ModelConfig:
     norms: str = "before"  # where a block is normed: its input ("before"), what it adds ("after"), "both", "around"
     activation: str = "silu"
     norm_offset: bool = False  # norms multiply by 1 + weight
+    layer_norm: bool = False  # norms are LayerNorm with a bias
+    parallel_residual: bool = False  # the MLP reads what attention reads, and both are added at once
+    plain_mlp: bool = False  # without a gate
     scales_embeddings: bool = False  # by the root of the hidden size, rounded as weights are
     rotary_factor: float = 1.0  # the share of a head's dims that rope turns, the first ones
     rope_alternates: bool = False  # a pair of dims that rope turns is two neighbours; else of each half one
@@ -254,13 +258,14 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         if values.get(key):
             raise UserError(f"{key} {values[key]!r} is not supported; use a model without it")
     values = {"rms_norm_eps": 1e-6, **family.defaults, **values}
+    keys = {key: family.keys.get(key, key) for key in (*_SIZES, *_OTHERS)}
     experts: dict[str, Any] = experts_in(values, family)
-    hidden_size, num_heads = integer(values, "hidden_size"), integer(values, "num_attention_heads")
+    hidden_size, num_heads = (integer(values, keys[key]) for key in ("hidden_size", "num_attention_heads"))
     if values.get("head_dim") is None:
         values["head_dim"] = hidden_size // max(num_heads, 1)
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = num_heads
-    sizes: dict[str, Any] = {name: integer(values, key) for key, name in _SIZES.items()}
+    sizes: dict[str, Any] = {name: integer(values, keys[key]) for key, name in _SIZES.items()}
     local_theta = local_theta_in(values, family) if family.full_step else None
     theta, scaling, rotary_factor = rope_in(values, family)
     without_rope = layers_without_rope_in(values, family, sizes["num_layers"])
@@ -278,10 +283,10 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         activation=names[0],
         **{field: values[key] for key, field in family.numbers.items() if number(values, key)},
         kept={key: values[key] for key in family.kept if key in values},
-        rms_norm_eps=number(values, "rms_norm_eps"),
+        rms_norm_eps=number(values, keys["rms_norm_eps"]),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=integer(values, "max_position_embeddings"),
+        max_position_embeddings=integer(values, keys["max_position_embeddings"]),
         tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
@@ -334,6 +339,7 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
     if config.local_rope_theta is not None:
         values["rope_local_base_freq"] = config.local_rope_theta
     values |= _sliding_to_hf(config, family) | _experts_to_hf(config, family) | config.kept
+    values |= {theirs: values.pop(key) for key, theirs in family.keys.items()}
     if head == "scalar":
         values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return values

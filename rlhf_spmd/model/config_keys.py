@@ -97,7 +97,7 @@ def rope_in(values: dict[str, Any], family: Family) -> tuple[float, dict[str, An
     parameters = dict(parameters)
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UserError(f"{key!r} differs between kinds of layers, which is not supported")
-    theta = parameters.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
+    theta = parameters.pop("rope_theta", None) or values.get(family.keys.get("rope_theta", "rope_theta")) or 10000.0
     theta = number({"rope_theta": theta}, "rope_theta")
     key = family.partial_rotary or "partial_rotary_factor"
     partial = parameters.pop("partial_rotary_factor", None) or values.get(key) or 1.0

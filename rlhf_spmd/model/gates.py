@@ -1,4 +1,5 @@
-"""The inner step of an MLP: an activation of the gate, times up. Activations have Hugging Face's names."""
+"""The inner step of an MLP: an activation of the gate, times up; or without a gate one of up. Activations have Hugging
+Face's names."""
 
 # N rows, I inner size
 
@@ -12,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
 
-Gate: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Gate: TypeAlias = Callable[..., Tensor]  # of gate and up, or of up alone
 
 
 class _GeGLU(torch.autograd.Function):
@@ -37,3 +38,9 @@ GATES: dict[str, tuple[Gate, Gate]] = {
     "silu": (silu_mul, swiglu),
     "gelu_pytorch_tanh": (_GeGLU.apply, _GeGLU.apply),
 }
+ACTIVATIONS: dict[str, Gate] = {"gelu": F.gelu}
+
+
+def steps(activation: str, *, plain: bool) -> tuple[Gate, Gate]:
+    """Returns both steps of an MLP. plain: without a gate."""
+    return (ACTIVATIONS[activation],) * 2 if plain else GATES[activation]

@@ -23,6 +23,7 @@ from rlhf_spmd.files.reading import is_folder, refuse_pipes, why_no_file
 from rlhf_spmd.model import config as model_config
 from rlhf_spmd.model import weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
+from rlhf_spmd.model.families import FAMILIES
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
 from rlhf_spmd.model.random_weights import is_random, random_tensors
 from rlhf_spmd.model.stored_names import BIAS, check_names, hugging_face_names, with_score
@@ -104,7 +105,8 @@ def load_model(
         model.take(random_tensors(shapes, slices, dtype=dtype, device=device))
         return model
     found = weights.locate(folder)
-    stored = hugging_face_names(found)
+    family = FAMILIES[config.model_type]
+    stored = hugging_face_names(found, family)
     stored = with_score(stored) if head == "scalar" else stored
     places = {name: found[there] for name, there in stored.items()}
     with naming(_file(folder)):
@@ -112,14 +114,13 @@ def load_model(
     parts = {part.name: part for some in table.values() for part in some}
     expect = {name: part.shape for name, part in parts.items()}
     needed = {part.there: None for part in parts.values()}
-    missing_head = check_names(_file(folder), stored, needed, head=head, tied=config.tie_embeddings)
+    missing_head = check_names(_file(folder), stored, needed, family, head=head, tied=config.tie_embeddings)
     if missing_head and not fresh_head:
         raise UserError(
             f"{_file(folder)} has no tensor {missing_head[0]}, so it is not a reward model; give a folder saved from "
             "AutoModelForSequenceClassification with num_labels=1"
         )
-    for name in missing_head:
-        expect.pop(name)
+    expect = {name: shape for name, shape in expect.items() if name not in missing_head}
     stored |= {name: stored[parts[name].there] for name in expect}
     places |= {name: places[parts[name].there] for name in expect}
 

@@ -1,5 +1,7 @@
 """The norm of all blocks, with the residual added before it."""
 
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,12 +40,29 @@ class RMSNorm(nn.Module):
         return normed if residual is None else (normed, total)
 
 
-def make_norm(size: int, config: ModelConfig) -> RMSNorm:
+class LayerNorm(nn.LayerNorm):
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias (arXiv:1607.06450)."""
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, fast: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Computes as RMSNorm does, the same with `fast`."""
+        total = sum_of(x, residual)
+        normed = super().forward(total)
+        return normed if residual is None else (normed, total)
+
+
+Norm: TypeAlias = RMSNorm | LayerNorm
+
+
+def make_norm(size: int, config: ModelConfig) -> Norm:
     """Makes a norm as this model has them."""
+    if config.layer_norm:
+        return LayerNorm(size, config.rms_norm_eps)
     return RMSNorm(size, config.rms_norm_eps, offset=config.norm_offset)
 
 
-def normed_sum(norm: RMSNorm | None, x: Tensor, residual: Tensor | None, *, fast: bool) -> tuple[Tensor, Tensor]:
+def normed_sum(norm: Norm | None, x: Tensor, residual: Tensor | None, *, fast: bool) -> tuple[Tensor, Tensor]:
     """Returns norm(x + residual) and x + residual; without a norm the sum twice."""
     if norm is None:
         return (sum_of(x, residual),) * 2

@@ -2,12 +2,11 @@
 
 Most are the same under both names. All experts of a layer are one matrix here; a folder has a matrix for each, or, as
 transformers has them in memory, one tensor [experts, rows, columns]. The other way round, a folder may have one matrix
-for several of ours: for queries, keys and values, or for gate and up.
+for several of ours: for queries, keys and values, or for gate and up; ours are its rows, or those of each head.
 """
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from operator import itemgetter
 
 import torch
@@ -16,44 +15,43 @@ from torch import Tensor
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.families import FAMILIES
-from rlhf_spmd.model.stored_names import BODY, HEADS
+from rlhf_spmd.model.stored_names import BODY, HEADS, hugging_face_names, stored_name
 
 ALL = (slice(None),)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of a folder: the rows of one of ours from `first` on; whole, if that stands there as it is; or, with
-    `inside`, the rows of that tensor of the folder from `first` on, which are all of ours.
+    """A tensor of a folder: `num_rows` rows of one of ours from `first` on; all of it, if that stands there as it is
+    (`whole`); or, with `inside`, as many rows of that tensor of the folder from `at` on.
 
-    name: Hugging Face's, by which it is read.
+    name: Hugging Face's usual one, by which it is read.
     shape: of the tensor of the folder.
     """
 
     name: str
     shape: torch.Size
     first: int = 0
+    num_rows: int = 0
     whole: bool = True
     inside: str = ""
+    at: int = 0
 
     @property
     def there(self) -> str:
         """The name of the tensor of the folder."""
         return self.inside or self.name
 
-    @property
-    def num_rows(self) -> int:
-        return prod(self.shape[:-1])
-
     def slices(self, part: tuple[slice, ...], num_rows: int) -> tuple[slice, ...] | None:
         """Returns what to read of it for a part of our tensor, which has `num_rows` rows; None: nothing."""
         if self.whole:
             return part
         start, stop, _ = part[0].indices(num_rows)
+        start, stop = max(start - self.first, 0), min(stop - self.first, self.num_rows)
         if self.inside:
-            return (slice(self.first + start, self.first + stop),)
+            return (slice(self.at + start, self.at + stop),) if start < stop else None
         unit = self.num_rows // self.shape[0]
-        start, stop = max(start - self.first, 0) // unit, min(stop - self.first, self.num_rows) // unit
+        start, stop = start // unit, stop // unit
         if (start, stop) == (0, self.shape[0]):
             return ALL
         return (slice(start, stop),) if start < stop else None
@@ -62,6 +60,11 @@ class Part:
 def to_hf_name(name: str) -> str:
     """Converts our name of a tensor to Hugging Face's."""
     return name if name in HEADS else BODY + name
+
+
+def stored_path(layer: str, config: ModelConfig) -> str:
+    """Converts our name of a layer, or of a matrix that is several of ours, to that in folders of the family."""
+    return stored_name(f"{to_hf_name(layer)}.weight", FAMILIES[config.model_type]).removesuffix(".weight")
 
 
 def parts_of(
@@ -74,14 +77,20 @@ def parts_of(
     there: the names in the folder, if one is read.
     """
     family, shape = FAMILIES[config.model_type], shapes[name]
-    *layer, matrix = name.removesuffix(".weight").split(".", 2)
+    module, _, kind = name.rpartition(".")
+    *layer, matrix = module.split(".", 2)
     for joint, rows in family.joint.items():
         if matrix in rows:
-            of_layer = {inner: f"{'.'.join(layer)}.{inner}.weight" for inner in (joint, *rows)}
-            above = [shapes[of_layer[inner]][0] for inner in rows]
-            size = torch.Size((sum(above), *shape[1:]))
-            first = sum(above[: rows.index(matrix)])
-            return [Part(to_hf_name(name), size, first, whole=False, inside=to_hf_name(of_layer[joint]))]
+            of_layer = {inner: f"{'.'.join(layer)}.{inner}.{kind}" for inner in (joint, *rows)}
+            num = config.num_kv_heads if family.joint_by_head else 1
+            above = [shapes[of_layer[inner]][0] // num for inner in rows]
+            number, block = rows.index(matrix), sum(above)
+            size, at = torch.Size((block * num, *shape[1:])), sum(above[:number])
+            inside, own = to_hf_name(of_layer[joint]), above[number]
+            return [
+                Part(f"{to_hf_name(name)}/{i}", size, i * own, own, whole=False, inside=inside, at=i * block + at)
+                for i in range(num)
+            ]
     names = family.tensors.get(matrix, ()) if layer else ()
     if not names:
         return [Part(to_hf_name(name), shape)]
@@ -91,12 +100,12 @@ def parts_of(
     together = place + matrix if of_experts else to_hf_name(name)
     if together not in there:
         size = torch.Size((shape[0] // len(apart), shape[1]))
-        return [Part(each, size, number * size[0], whole=False) for number, each in enumerate(apart)]
+        return [Part(each, size, number * size[0], size[0], whole=False) for number, each in enumerate(apart)]
     if apart[0] in there:
         raise UserError(f"it holds {together} and, as a part of it, {apart[0]}; remove one of the two forms")
     if not of_experts:
         return [Part(together, shape)]
-    return [Part(together, torch.Size((num, shape[0] // num, shape[1])), whole=False)]
+    return [Part(together, torch.Size((num, shape[0] // num, shape[1])), 0, shape[0], whole=False)]
 
 
 def table_of(
@@ -111,29 +120,30 @@ def joined(parts: Iterable[Part], tensors: dict[str, Tensor]) -> Tensor:
     read = [(part, tensors.pop(part.name)) for part in parts if part.name in tensors]
     if len(read) == 1 and (read[0][0].whole or read[0][0].inside):
         return read[0][1]
-    return torch.cat([tensor.flatten(0, -2) for _, tensor in read])
+    return torch.cat([tensor if part.inside else tensor.flatten(0, -2) for part, tensor in read])
 
 
 def stored_of(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Returns what a folder has of our tensors, by Hugging Face's name. Copied are those of which one is several of
+    """Returns what a folder has of our tensors, by their names there. Copied are those of which one is several of
     ours."""
+    family = FAMILIES[config.model_type]
     shapes = {name: tensor.shape for name, tensor in state.items()}
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for name, tensor in state.items():
         for part in parts_of(name, shapes, config):
-            rows = tensor if part.whole or part.inside else tensor[part.first : part.first + part.num_rows]
-            pieces.setdefault(part.there, []).append((part.first, rows))
+            rows = tensor if part.whole else tensor[part.first : part.first + part.num_rows]
+            pieces.setdefault(stored_name(part.there, family), []).append((part.at, rows))
     in_order = {name: [rows for _, rows in sorted(few, key=itemgetter(0))] for name, few in pieces.items()}
     return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in in_order.items()}
 
 
 def ours_of(stored: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], config: ModelConfig) -> dict[str, Tensor]:
-    """Returns our tensors of those that a folder has, by Hugging Face's name.
+    """Returns our tensors of those that a folder has, by their names there.
 
     shapes: of ours.
     """
-    ours = {}
-    for name, parts in table_of(shapes, config, stored).items():
-        read = {part.name: stored[part.there][part.slices(ALL, shapes[name][0])] for part in parts}
+    ours, names = {}, hugging_face_names(stored, FAMILIES[config.model_type])
+    for name, parts in table_of(shapes, config, names).items():
+        read = {part.name: stored[names[part.there]][part.slices(ALL, shapes[name][0])] for part in parts}
         ours[name] = joined(parts, read)
     return ours

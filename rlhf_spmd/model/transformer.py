@@ -26,9 +26,9 @@ from rlhf_spmd.kernels.triton_import import fused
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import MOST_EXPERTS, ModelConfig
 from rlhf_spmd.model.experts import SparseMLP
-from rlhf_spmd.model.gates import GATES
+from rlhf_spmd.model.gates import steps
 from rlhf_spmd.model.linear import AdaptedLinear, Again, Linear, LowRank, lay_adjacent, together
-from rlhf_spmd.model.norm import RMSNorm, make_norm, normed_sum, sum_of
+from rlhf_spmd.model.norm import Norm, make_norm, normed_sum, sum_of
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -127,18 +127,19 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """A gated MLP, in most models SwiGLU (arXiv:2002.05202)."""
+    """An MLP, in most models gated: SwiGLU (arXiv:2002.05202)."""
 
-    together, alone = ("gate_proj", "up_proj"), ("down_proj",)
+    alone = ("down_proj",)
 
     def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
         self.layer, self.group = layer, parallel.group
         inner = len(extent(config, "intermediate", parallel.shard))
-        self.gate_proj = Linear(config.hidden_size, inner, bias=config.mlp_bias)
-        self.up_proj = Linear(config.hidden_size, inner, bias=config.mlp_bias)
+        self.together = ("up_proj",) if config.plain_mlp else ("gate_proj", "up_proj")
+        for name in self.together:
+            self.add_module(name, Linear(config.hidden_size, inner, bias=config.mlp_bias))
         self.down_proj = RowLinear(inner, config.hidden_size, bias=config.mlp_bias, group=self.group)
-        self.gates = GATES[config.activation]
+        self.steps = steps(config.activation, plain=config.plain_mlp)
         self.low_rank: LowRank | None = None  # of gate and up
 
     def forward(self, x: Tensor, context: AttentionContext, *, again: Again | None = None) -> Tensor:
@@ -154,14 +155,15 @@ class MLP(nn.Module):
             again = again if self.group is None else None
             parts = self.low_rank(x, *parts, again=again, dropout=context.dropout)
         if len(parts) == 1:
-            parts = parts[0].chunk(2, dim=-1)
-        forward_only, gated = self.gates
-        inner = (forward_only if context.cached else gated)(*parts)
-        return self.down_proj(inner, packed=context.packed, again=(gated, parts), dropout=context.dropout)
+            parts = parts[0].chunk(len(self.together), dim=-1)
+        forward_only, step = self.steps
+        inner = (forward_only if context.cached else step)(*parts)
+        return self.down_proj(inner, packed=context.packed, again=(step, parts), dropout=context.dropout)
 
 
 class Layer(nn.Module):
-    """Attention, then MLP, each added to the residual stream, with norms before or after them (plan/norms.py)."""
+    """Attention, then MLP or beside it, each added to the residual stream, with norms before or after them
+    (plan/norms.py)."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
@@ -174,7 +176,7 @@ class Layer(nn.Module):
             self.add_module(name, made[name])
         is_sparse = config.num_experts and layer >= config.num_dense_layers
         self.mlp = (SparseMLP if is_sparse else MLP)(config, layer, parallel)
-        self.scale = config.residual_scale
+        self.scale, self.is_parallel = config.residual_scale, config.parallel_residual
 
     def forward(
         self, x: Tensor, turns: Turns, context: AttentionContext, residual: Tensor | None = None
@@ -184,13 +186,14 @@ class Layer(nn.Module):
         before, after, before_mlp, after_mlp = (None if name is None else getattr(self, name) for name in self.norms)
         fast = context.cached
         normed, x = normed_sum(before, x, residual, fast=fast)
-        mixed = self.self_attn(normed, turns, context, again=before and (before, (x,)))
-        normed, x = normed_sum(before_mlp, self.added(mixed, after, fast=fast), x, fast=fast)
+        mixed = self.added(self.self_attn(normed, turns, context, again=before and (before, (x,))), after, fast=fast)
+        normed, x = normed_sum(before_mlp, *((x, None) if self.is_parallel else (mixed, x)), fast=fast)
         y = self.mlp(normed, context, again=before_mlp and (before_mlp, (x,)))
         y = self.added(y, after_mlp, fast=fast)
+        y = y + mixed if self.is_parallel else y
         return (y, x) if fused(x) else (x + y, None)
 
-    def added(self, y: Tensor, norm: RMSNorm | None, *, fast: bool) -> Tensor:
+    def added(self, y: Tensor, norm: Norm | None, *, fast: bool) -> Tensor:
         """Returns what a block with the output y adds to the residual stream."""
         return scaled(y if norm is None else norm(y, fast=fast), self.scale)
 

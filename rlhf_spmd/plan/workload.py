@@ -44,6 +44,8 @@ class ModelShape:
     qk_norm: bool = False
     qk_norm_of_all: bool = False
     norms: str = "before"
+    layer_norm: bool = False
+    plain_mlp: bool = False
     adapters: Adapters | None = None
     num_experts: int = 0
     experts_per_token: int = 0
@@ -74,6 +76,11 @@ class ModelShape:
         return self.num_experts * (1 - missed)
 
     @property
+    def mlp_matrices(self) -> int:
+        """The matrices of an MLP without experts: gate, up and down, or without a gate."""
+        return 3 - self.plain_mlp
+
+    @property
     def has_large_matrices(self) -> bool:
         """Whether products of a layer take long enough that the library that computes them matters."""
         inner = self.expert_size if self.num_experts and not self.num_dense_layers else self.intermediate_size
@@ -99,12 +106,14 @@ class ModelShape:
         q, kv = self.num_heads * d, self.num_kv_heads * d
         attention = h * q + 2 * h * kv + q * h + self.qkv_bias * (q + 2 * kv) + self.output_bias * h
         normed = 0 if not self.qk_norm else q + kv if self.qk_norm_of_all else 2 * d
-        mlp = 3 * h * self.intermediate_size + self.mlp_bias * (2 * self.intermediate_size + h)
+        mlp = self.mlp_matrices * h * self.intermediate_size
+        mlp += self.mlp_bias * ((self.mlp_matrices - 1) * self.intermediate_size + h)
+        norm = (1 + self.layer_norm) * h
         mixture = h * self.num_experts + experts * 3 * h * self.expert_size
-        layers = self.num_layers * (attention + num_norms(self.norms) * h + normed)
+        layers = self.num_layers * (attention + num_norms(self.norms) * norm + normed)
         layers += (self.num_layers - self.num_sparse_layers) * mlp + self.num_sparse_layers * mixture
         head = h if self.scalar_head else 0 if self.tied else self.vocab_size * h
-        return self.vocab_size * h + layers + h + head
+        return self.vocab_size * h + layers + norm + head
 
 
 def _llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> ModelShape:

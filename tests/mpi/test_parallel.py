@@ -63,6 +63,11 @@ SHAPES = {  # uneven everywhere: heads, intermediate 13, vocabulary 37
         "layers_without_rope": (0, 3),
         **{"local_rope_theta": 100.0, "norms": "both"},
     },
+    "beside each other": {
+        **{"model_type": "gpt_neox", "num_heads": 6, "num_kv_heads": 6, "parallel_residual": True, "layer_norm": True},
+        **{"plain_mlp": True, "attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+        **{"activation": "gelu", "rotary_factor": 0.5},
+    },
     "three heads": {
         "num_heads": 6,
         "num_kv_heads": 3,

@@ -113,7 +113,7 @@ def check_base(
 
 def _is_layer(name: str, shape: Size) -> bool:
     """Returns whether a tensor is the weight of a linear layer that can be adapted: not the embeddings, and no head."""
-    return name.startswith("model.layers.") and name.endswith(".weight") and len(shape) == 2
+    return any(map(str.isdigit, name.split("."))) and name.endswith(".weight") and len(shape) == 2
 
 
 def _check_rank(path: Path, layer: str, rank: int, a: Tensor, b: Tensor) -> None:

@@ -68,9 +68,9 @@ def merge_into(
     saved: Mapping[str, Tensor],
 ) -> Merged:
     """Merges an adapter into a whole model in memory. Raises UserError if it does not fit."""
-    ours, joint = model.state_dict(), FAMILIES[model.config.model_type].joint
+    ours, family = model.state_dict(), FAMILIES[model.config.model_type]
     state = {to_hf_name(name): weight for name, weight in ours.items()}
-    if joint:
+    if differs := bool(family.joint or family.layer_names):
         state = stored_of(ours, model.config)
     check_base(config, factors, saved, {name: weight.shape for name, weight in state.items()})
     num_updated = num_lost = 0
@@ -81,7 +81,7 @@ def merge_into(
         weight = state[f"{path}.weight"]
         updated, lost = _add(weight, a, b, config.scale_of(path))
         num_updated, num_lost = num_updated + updated, num_lost + lost
-    if joint:
+    if differs:
         model.load_state_dict(ours_of(state, {name: weight.shape for name, weight in ours.items()}, model.config))
     if wrong := next((name for name, weight in state.items() if not weight.isfinite().all()), ""):
         raise UserError(f"with it {wrong} has numbers that are not finite in {dtype}; give a base of a wider type")

@@ -19,6 +19,7 @@ from rlhf_spmd.model.adapters.config import (
 )
 from rlhf_spmd.model.config import naming, read_config_json, read_json
 from rlhf_spmd.model.families import FAMILIES
+from rlhf_spmd.model.stored_names import BODY, stored_name
 from rlhf_spmd.model.texts.tokenizer_files import GENERATION, Texts, has_tokenizer, same_behaviour
 from rlhf_spmd.plan.adapters import LINEAR_LAYERS, Adapters
 
@@ -143,9 +144,11 @@ def adapters_in(folder: str, base: str) -> tuple[Adapters, AdapterConfig]:
     model = read_config_json(Path(base) / "config.json")
     paths = layer_paths(model.num_layers)
     with naming(Path(folder) / CONFIG):
-        joint = [f"model.layers.0.{name}" for name in FAMILIES[model.model_type].joint]
-        if several := [path for path in joint if is_target(values, path)]:
-            raise UserError(f"it changes {several[0]}, which is several matrices of a run; {merge_here(folder)}")
+        family = FAMILIES[model.model_type]
+        stored = [stored_name(f"{BODY}layers.0.{name}.", family)[:-1] for name in (*family.joint, *family.layer_names)]
+        if others := [path for path in stored if is_target(values, path)]:
+            kind = "several matrices of a run" if family.joint else "a matrix of another name in a run"
+            raise UserError(f"it changes {others[0]}, which is {kind}; {merge_here(folder)}")
         every = [*OUTER, *(path for some in paths.values() for path in some)]
         config = from_peft(values, [path for path in every if is_target(values, path)], folder)
         others = [*filter(config.adapts, OUTER), *(name for name in config.modules_to_save if name not in SCORES)]

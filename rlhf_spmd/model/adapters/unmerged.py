@@ -15,7 +15,7 @@ from rlhf_spmd.model.adapters.uniform import BASE_HERE, adapters_in, model_files
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.model.families import FAMILIES
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
-from rlhf_spmd.model.stored_parts import to_hf_name
+from rlhf_spmd.model.stored_parts import stored_path, to_hf_name
 from rlhf_spmd.model.texts.tokenizer_files import Texts
 from rlhf_spmd.model.transformer import Head, Transformer
 from rlhf_spmd.plan.adapters import A, B
@@ -30,15 +30,19 @@ def save_adapter(state: Mapping[str, Tensor], model: Transformer, folder: Path, 
     adapters, head = model.adapters, model.head
     assert adapters is not None, "the model has adapters"
     layers = sorted(name.removesuffix(f".{A}") for name in state if name.endswith(f".{A}"))
-    factors = {to_hf_name(layer): (state[f"{layer}.{A}"], state[f"{layer}.{B}"]) for layer in layers}
+    factors = {layer: (state[f"{layer}.{A}"], state[f"{layer}.{B}"]) for layer in layers}
     saved = {to_hf_name(name): one for name, one in state.items() if not name.endswith((f".{A}", f".{B}"))}
-    joint, targets, num_parts = _joined(factors, adapters.targets, model)
+    joint, num_parts = _joined(factors, adapters.targets, model)
+    names = FAMILIES[model.config.model_type].layer_names
+    inner = {layer: layer.split(".", 2)[2] for layer in joint}
+    ends = {layer: names.get(name, name) if names else name.rpartition(".")[2] for layer, name in inner.items()}
+    num_parts = {ends[layer]: num for layer, num in num_parts.items()}
     widths = {name: math.sqrt(num) if adapters.rslora else num for name, num in num_parts.items()}
     config = AdapterConfig(
         adapters.rank,
         int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha,  # as peft writes it
         adapters.rslora,
-        tuple(sorted(targets)),
+        tuple(sorted({*ends.values()})),
         {name: adapters.rank * num for name, num in num_parts.items()},
         {name: adapters.alpha * width for name, width in widths.items()},
         modules_to_save=tuple(sorted(name.removesuffix(".weight") for name in saved)),
@@ -46,34 +50,32 @@ def save_adapter(state: Mapping[str, Tensor], model: Transformer, folder: Path, 
         base=str(base),
         dropout=adapters.dropout,
     )
-    write_adapter(folder, config, joint, saved)
+    write_adapter(folder, config, {stored_path(layer, model.config): two for layer, two in joint.items()}, saved)
     hf.write_texts(folder, model.config, beside)
 
 
-def _joined(
-    factors: Factors, targets: Collection[str], model: Transformer
-) -> tuple[Factors, list[str], dict[str, int]]:
-    """Returns factors, the names of layers that have some, and of how many of ours each of the others is made, as a
-    folder has them whose matrices are several of ours: their A one below the other, their B along a diagonal."""
-    joint, names, num_parts = dict(factors), [*targets], dict[str, int]()
+def _joined(factors: Factors, targets: Collection[str], model: Transformer) -> tuple[Factors, dict[str, int]]:
+    """Returns factors, and the layers whose matrices are several of ours, with the number of these that have some: as a
+    folder has them, their A one below the other, their B along a diagonal."""
+    joint, num_parts, family = dict(factors), dict[str, int](), FAMILIES[model.config.model_type]
     whole = Transformer(model.config, head=model.head, device="meta").state_dict()
-    for matrix, rows in FAMILIES[model.config.model_type].joint.items():
+    for matrix, rows in family.joint.items():
         num = sum(inner.rpartition(".")[2] in targets for inner in rows)
         if not num:
             continue
-        name = matrix.rpartition(".")[2]
-        names = [name, *(layer for layer in names if f".{layer}" not in {inner[inner.rindex(".") :] for inner in rows})]
-        num_parts[name] = num
         for layer in range(model.config.num_layers):
-            place = to_hf_name(f"layers.{layer}.")
+            place = f"layers.{layer}."
+            num_parts[place + matrix] = num
             sizes = [whole[f"layers.{layer}.{inner}.weight"].shape for inner in rows]
             nothing = [(torch.empty(0, columns), torch.empty(size, 0)) for size, columns in sizes]
             pairs = [joint.pop(place + inner, no) for inner, no in zip(rows, nothing, strict=True)]
-            joint[place + matrix] = (
-                torch.cat([a.cpu() for a, _ in pairs]),
-                torch.block_diag(*(b.cpu() for _, b in pairs)),
-            )
-    return joint, names, num_parts
+            below = torch.block_diag(*(b.cpu() for _, b in pairs))
+            if family.joint_by_head:
+                num_heads = model.config.num_kv_heads
+                of_heads = [part.unflatten(0, (num_heads, -1)) for part in below.split([size for size, _ in sizes])]
+                below = torch.cat(of_heads, dim=1).flatten(0, 1)
+            joint[place + matrix] = torch.cat([a.cpu() for a, _ in pairs]), below
+    return joint, num_parts
 
 
 @torch.no_grad()

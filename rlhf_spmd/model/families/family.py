@@ -26,6 +26,7 @@ class Family:
     defaults: what transformers takes for keys that are missing.
     always: fields that are true in every model.
     switches: keys that are true or false -> the fields that they set.
+    keys: Hugging Face's usual keys -> the keys of this family.
     activation: the key of the activation and its names; the first of them is written.
     refused: keys that ask for what no layer has.
     numbers: keys of multipliers and scales -> the fields that they give; positive, the same type is written again.
@@ -37,7 +38,11 @@ class Family:
         layer to the next, for a list that is missing.
     partial_rotary: the key of the share of a head's dims that rope turns; empty: it turns all.
     kept: keys that are written as they were read.
-    joint: matrices in a folder -> ours, one below the other, that are its rows.
+    joint: matrices in a folder -> ours, one below the other, that are its rows; with joint_by_head this for each
+        key-value head.
+    names: modules outside of layers, by Hugging Face's usual names, -> their names in a folder; `model`: around them.
+    layer_names: the same of modules inside a layer.
+    computed: ends of names of tensors in a folder that are no weights.
     even_heads: whether transformers refuses a hidden size that is not a multiple of the number of heads.
 
     Of mixtures of experts, where no key of sizes, switches or first_dense may be missing:
@@ -54,6 +59,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     always: tuple[str, ...] = ()
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
     activation: tuple[str, ...] = ("hidden_act", "silu")
     refused: tuple[str, ...] = ()
     numbers: Mapping[str, str] = field(default_factory=dict)
@@ -64,6 +70,10 @@ class Family:
     partial_rotary: str = ""
     kept: tuple[str, ...] = ()
     joint: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    joint_by_head: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    layer_names: Mapping[str, str] = field(default_factory=dict)
+    computed: tuple[str, ...] = ()
     even_heads: bool = False
     sizes: Mapping[str, str] = field(default_factory=dict)
     first_dense: tuple[str, ...] = ()

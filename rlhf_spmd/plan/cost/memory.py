@@ -407,7 +407,8 @@ def layer_numbers(shape: ModelShape, tp: int, index: int) -> float:
     heads, kv_heads, intermediate = shape.slice_sizes(tp, index)
     wide = (heads + kv_heads) * shape.head_dim
     # slices of the inputs of norms; q, k, v and the attention's output; inputs of norms of q and k; gate and up
-    kept = num_norms(shape.norms) * h / tp + 2 * wide + shape.qk_norm * wide + 2 * intermediate
+    kept = num_norms(shape.norms) * h / tp + 2 * wide + shape.qk_norm * wide
+    kept += (shape.mlp_matrices - 1) * intermediate
     if adapters is None:  # what down_proj reads, and what q, k, v and gate, up read: whole on each slice
         return kept + intermediate + 2 * h
     gathered = sum(h for some in WITH_ONE_INPUT if len(some) > 1 and any(map(adapters.has, some)))

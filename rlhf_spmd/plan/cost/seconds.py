@@ -51,7 +51,7 @@ def layer_flops(shape: ModelShape, tokens: float, context: float, tp: int = 1, *
     """
     heads, kv_heads, intermediate = shape.slice_sizes(tp, tp - 1)
     q, kv = heads * shape.head_dim, kv_heads * shape.head_dim
-    mlp: float = 3 * shape.hidden_size * intermediate
+    mlp: float = shape.mlp_matrices * shape.hidden_size * intermediate
     if sparse := shape.sparse_in(layers := range(shape.num_layers) if layers is None else layers):
         mixture = shape.hidden_size * (shape.num_experts + 3 * shape.experts_per_token * shape.expert_size / tp)
         mlp += sparse / len(layers) * (mixture - mlp)

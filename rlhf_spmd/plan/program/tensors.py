@@ -151,7 +151,8 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
 
     def norm(name: str | None, size: int) -> None:
         if name is not None:
-            table.append(Weight(f"layers.{{}}.{name}.weight", num, size, 1, num_dims=1))
+            kinds = ("weight", "bias") if shape.layer_norm else ("weight",)
+            table.extend(Weight(f"layers.{{}}.{name}.{kind}", num, size, 1, num_dims=1) for kind in kinds)
 
     def linear(name: str, rows: int, columns: int, cut: Literal["rows", "columns"], unit: int, bias: bool) -> None:
         table.append(Weight(f"layers.{{}}.{name}.weight", num, rows, columns, cut=cut, unit=unit))
@@ -172,13 +173,16 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
         norm(name, hidden)
     num_common = len(table)
     if sparse is None or sparse[0]:
-        linear("mlp.gate_proj", inner, hidden, "rows", 1, shape.mlp_bias)
+        if not shape.plain_mlp:
+            linear("mlp.gate_proj", inner, hidden, "rows", 1, shape.mlp_bias)
         linear("mlp.up_proj", inner, hidden, "rows", 1, shape.mlp_bias)
         linear("mlp.down_proj", hidden, inner, "columns", 1, shape.mlp_bias)
     if sparse is not None:
         table[num_common:] = [replace(weight, only=(0, sparse[0])) for weight in table[num_common:]]
         table += _experts(shape, sparse)
     table.append(Weight("norm.weight", 1, hidden, 1, num_dims=1, stages="last"))
+    if shape.layer_norm:
+        table.append(Weight("norm.bias", 1, hidden, 1, num_dims=1, stages="last"))
     if shape.scalar_head:
         table.append(Weight(SCORE, 1, 1, hidden, stages="last"))
     elif not shape.tied:

@@ -24,6 +24,10 @@ FAMILIES = [
     {"model_type": "qwen3", "num_kv_heads": 2, "head_dim": 10, "qk_norm": True},
     {"model_type": "olmo2", "num_kv_heads": 2, "qk_norm": True, "qk_norm_of_all": True, "norms": "after"},
     {"model_type": "qwen3", "num_kv_heads": 4, "qk_norm": True, "attention_bias": True, "attention_output_bias": True},
+    {
+        **{"model_type": "gpt_neox", "num_kv_heads": 4, "layer_norm": True, "plain_mlp": True, "mlp_bias": True},
+        "activation": "gelu",
+    },
     {"model_type": "glm4", "num_kv_heads": 2, "attention_bias": True, "norms": "around", "rope_alternates": True},
 ]
 

@@ -40,6 +40,9 @@ def test_old_configs_mean_the_same():
     gemma3 = from_hf({"model_type": "gemma3_text", **SMALL, "num_hidden_layers": 7})
     assert gemma3.sliding_layers == (0, 1, 2, 3, 4, 6) and gemma3.sliding_window == 4096
     assert (gemma3.rope_theta, gemma3.local_rope_theta) == (1e6, 1e4)
+    pythia = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"} | {"rotary_emb_base": 5000}
+    pythia = from_hf({"model_type": "gpt_neox", **pythia, "rotary_pct": 0.2, "layer_norm_eps": 1e-3})
+    assert (pythia.num_kv_heads, pythia.rotary_dim, pythia.rope_theta, pythia.rms_norm_eps) == (6, 2, 5000, 1e-3)
     missing = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
     assert from_hf({"model_type": "llama", **missing}).num_kv_heads == 6
 
@@ -98,6 +101,7 @@ def test_older_names_of_longrope():
         ({"model_type": "olmo3", "rope_parameters": {"sliding_attention": LINEAR}}, "with a window is {.*linear"),
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not"),
         ({"model_type": "gemma3", "text_config": {}}, "model_type 'gemma3' is not supported; supported are"),
+        ({"model_type": "gpt_neox", "layer_norm_eps": None}, "'layer_norm_eps' is None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ],
 )

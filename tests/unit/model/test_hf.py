@@ -51,6 +51,7 @@ FAMILIES = {
     "olmo2 tied": {"tie_word_embeddings": True, "pad_token_id": 0},
     "olmo3": {"sliding_window": 4, "num_hidden_layers": 5, "pad_token_id": 0},
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "num_hidden_layers": 7},
+    "gpt_neox": {"num_key_value_heads": 4, "rotary_pct": 0.5, "pad_token_id": 0},
     "granite": {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8.0, "mlp_bias": True},
 }
 TOKENS_BT = torch.randint(3, 61, (3, 15), generator=torch.Generator().manual_seed(0))
@@ -141,12 +142,13 @@ def test_loads_what_transformers_saved_and_back(case, tmp_path):
 
 
 @pytest.mark.parametrize("shard", [Shard(1, 2), Shard(tp=2, tp_index=1)], ids=str)
-def test_a_shard_reads_its_own_rows_of_joint_matrices_alone(shard, tmp_path, monkeypatch):
-    model = theirs("phi3")
+@pytest.mark.parametrize(("case", "end"), [("phi3", "qkv_proj.weight"), ("gpt_neox", "query_key_value.bias")])
+def test_a_shard_reads_its_own_rows_of_joint_matrices_alone(case, end, shard, tmp_path, monkeypatch):
+    model = theirs(case)
     model.save_pretrained(tmp_path)
     whole, reads = hf.load_model(tmp_path, head="lm"), []
-    joint = model.state_dict()["model.layers.1.self_attn.qkv_proj.weight"]
-    assert torch.equal(whole.state_dict()["layers.1.self_attn.v_proj.weight"], joint[-16:])
+    ((_, joint),) = [(name, one) for name, one in model.state_dict().items() if ".1." in name and name.endswith(end)]
+    assert torch.equal(whole.state_dict()[f"layers.1.self_attn.v_proj.{end.split('.')[1]}"][-8:], joint[-8:])
     read = hf.weights.read_weights
     monkeypatch.setattr(hf.weights, "read_weights", lambda *given: reads.append(read(*given)) or dict(reads[-1]))
     group = SimpleNamespace(size=lambda: shard.tp) if shard.tp > 1 else None
@@ -174,7 +176,9 @@ def test_shards(folder, tmp_path, save_in_shards):
     close(their_logits(tmp_path), their_logits(folder))
 
 
-@pytest.mark.parametrize("case", ["llama", "llama tied", "mistral", "qwen2 tied", "qwen3", "phi3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "case", ["llama", "llama tied", "mistral", "qwen2 tied", "qwen3", "phi3", "gemma3_text", "gpt_neox"]
+)
 def test_reward_models_both_ways(case, tmp_path):
     """AutoModelForSequenceClassification pools the last real token of what we wrote, even where it ends a sequence."""
     import transformers
@@ -264,6 +268,25 @@ def test_tied_weights_may_be_stored_twice(tmp_path):
     with pytest.raises(UserError, match=r"model\.safetensors.*lm_head\.weight differs.*tie_word_embeddings"):
         hf.load_model(tmp_path, head="lm")
     hf.load_model(tmp_path, head="scalar")
+
+
+def test_folders_of_older_versions(tmp_path):
+    """Pythia's: the masks of attention beside the weights, and the base model, without the prefix of its class."""
+    model = theirs("gpt_neox")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    masks = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
+    masks = {f"gpt_neox.layers.1.attention.{name}": one for name, one in masks.items()}
+    save_file(tensors | masks, file)
+    close(our_logits(hf.load_model(tmp_path, head="lm")), model(TOKENS_BT).logits.detach())
+    save_file(
+        {name.removeprefix("gpt_neox."): one for name, one in tensors.items() if name != "embed_out.weight"}, file
+    )
+    critic = hf.load_model(tmp_path, head="scalar").state_dict()
+    assert torch.equal(critic["embed_tokens.weight"], tensors["gpt_neox.embed_in.weight"])
+    with pytest.raises(UserError, match="lacks tensor embed_out.weight"):
+        hf.load_model(tmp_path, head="lm")
 
 
 def edit_tensors(change):

@@ -17,6 +17,10 @@ SHAPES = {
     },
     "mistral": {"model_type": "mistral", "sliding_window": 2, "sliding_layers": (0,), "local_rope_theta": 50.0},
     "qwen2": {"model_type": "qwen2", "attention_bias": True, "rotary_factor": 0.5, "rope_alternates": True},
+    "gpt_neox": {
+        **{"model_type": "gpt_neox", "parallel_residual": True, "layer_norm": True, "plain_mlp": True},
+        **{"mlp_bias": True, "activation": "gelu"},
+    },
     "qwen3": {"model_type": "qwen3", "qk_norm": True, "norms": "both"},
 }
 LENGTHS = (3, 1)
@@ -42,7 +46,7 @@ def outcome(model: Transformer) -> list[torch.Tensor]:
     return [logits_NV.detach(), *torch.autograd.grad(logits_NV.float().sin().sum(), trained)]
 
 
-FEW = (("qwen2", "plain"), ("qwen3", "recompute"), ("llama", "adapters"))  # the others are slow
+FEW = (("qwen2", "plain"), ("qwen3", "recompute"), ("llama", "adapters"), ("gpt_neox", "plain"))  # the others are slow
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ MULTIPLIERS = {
     **{"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 1.3},
     "tie_word_embeddings": True,
 }
+NEOX = {"num_key_value_heads": 6, "pad_token_id": 0, "eos_token_id": None}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.5],
@@ -107,6 +108,8 @@ CASES = {
     "ernie4_5": ("ernie4_5", {"head_dim": 10, "use_bias": True}),
     "glm": ("glm", {"head_dim": 12, "pad_token_id": 0}),
     "glm4": ("glm4", {"head_dim": 16, "pad_token_id": 0, "attention_bias": False}),
+    "gpt_neox": ("gpt_neox", NEOX | {"rotary_pct": 0.41}),
+    "gpt_neox no biases": ("gpt_neox", NEOX | {"use_parallel_residual": False, "attention_bias": False}),
     "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
@@ -188,6 +191,7 @@ def test_logits_equal_transformers(case):
         "olmo3",
         "longrope beyond",
         "glm",
+        "gpt_neox",
         "yarn",
     ],
 )
@@ -204,7 +208,7 @@ def test_gradients_equal_transformers(case):
         torch.testing.assert_close(weight.grad, expected[name], atol=2e-5 * scale, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2 tied", "qwen3", "mistral window"])
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2 tied", "qwen3", "mistral window", "gpt_neox"])
 def test_scalar_head_equals_sequence_classification(case):
     model = theirs(case, head="scalar")
     mine = ours(model, head="scalar")
@@ -225,7 +229,7 @@ def test_padding_never_reaches_a_real_token():
     torch.testing.assert_close(mine(padded_BT)[:, :8], mine(tokens_BT), atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma", "yarn", "mistral window"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma", "gpt_neox", "yarn", "mistral window"])
 def test_precisions(case):
     """float64 is float64 throughout; bfloat16 keeps exact rope angles and stays near."""
     model = theirs(case)

@@ -43,17 +43,33 @@ def test_the_logits_of_peft_and_the_folder_written_again(name, tmp_path):
     assert all(torch.equal(one, other) for path in again for one, other in zip(again[path], factors[path], strict=True))
 
 
+NEOX = {"layer_norm": True, "plain_mlp": True, "mlp_bias": True, "num_kv_heads": 4, "activation": "gelu"}
+WRITTEN = {  # family, fields of its models -> q, k and v in a folder, others, and the output of attention
+    "phi3": ({}, "model.layers.0.self_attn.qkv_proj", {"mlp.gate_up_proj", "mlp.down_proj"}, "self_attn.o_proj"),
+    "gpt_neox": (
+        NEOX | {"parallel_residual": True},
+        "gpt_neox.layers.0.attention.query_key_value",
+        {"mlp.dense_h_to_4h", "mlp.dense_4h_to_h"},
+        "attention.dense",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
 @pytest.mark.parametrize("targets", [LINEAR_LAYERS, ("q_proj", "v_proj", "up_proj", "down_proj")], ids=len)
-def test_adapters_of_joint_matrices_are_written_as_one(targets, tmp_path):
-    base = write_model(tmp_path / "base", model_type="phi3")
+def test_adapters_are_written_under_the_names_of_a_family(targets, family, tmp_path):
+    """Those of matrices that are one in a folder as one."""
+    fields, several, others, output = WRITTEN[family]
+    base = write_model(tmp_path / "base", model_type=family, **fields)
     model = hf.load_model(base, head="lm").with_adapters(Adapters(2, 5.0, targets, rslora=len(targets) < 7))
     state = {key: one for key, one in model.state_dict().items() if key in model.trained_names()}
     for one in state.values():
         one.normal_(generator=torch.Generator().manual_seed(1))
     save_adapter(state, model, tmp_path / "adapter", hf.Texts(base), base=base)
-    layers = {path.rpartition(".")[2] for path in read_adapter(tmp_path / "adapter")[1]}
-    assert layers == {"qkv_proj", "gate_up_proj", "down_proj"} | ({"o_proj"} & {*targets})
-    with pytest.raises(UserError, match="model.layers.0.self_attn.qkv_proj, which is several matrices .* merge it"):
+    place, *inner = several.rpartition(".0.")
+    layers = {path.removeprefix(f"{place}.0.") for path in read_adapter(tmp_path / "adapter")[1] if ".0." in path}
+    assert layers == {inner[-1], *others} | ({output} if "o_proj" in targets else set())
+    with pytest.raises(UserError, match=f"{several}, which is several matrices .* merge it"):
         load_any(str(tmp_path / "adapter"), head="lm", dtype=torch.float32)
     merge(tmp_path / "adapter", tmp_path / "merged")
     merged, tokens_BT = hf.load_model(tmp_path / "merged", head="lm"), torch.arange(12).view(2, 6)

@@ -129,6 +129,9 @@ KEPT = {  # hidden, intermediate, heads, key-value heads, head_dim, vocabulary
     "tied, few tokens": ModelShape(3, 80, 208, 5, 1, 32, 64, tied=True),
     "norms after blocks": ModelShape(2, 96, 256, 6, 2, 16, 64, norms="after"),
     "norms before and after": ModelShape(2, 96, 256, 6, 2, 16, 64, norms="both"),
+    "without a gate": ModelShape(
+        2, 96, 384, 6, 6, 16, 64, layer_norm=True, plain_mlp=True, qkv_bias=True, output_bias=True, mlp_bias=True
+    ),
     "wide, with norms of q and k": ModelShape(2, 128, 1024, 4, 2, 32, 128, qk_norm=True),
 }
 SOME = Adapters(3, 6.0, ("v_proj", "o_proj", "up_proj"))
@@ -138,7 +141,7 @@ SOME = Adapters(3, 6.0, ("v_proj", "o_proj", "up_proj"))
 @pytest.mark.parametrize("which", [*KEPT, "critic"])
 def test_activations_are_what_a_forward_pass_keeps(which, adapters):
     """Each storage that autograd saves once, without parameters and the batch; recomputation also has a layer at a
-    time. On a CPU a norm whose weight trains keeps its rows before the product with it, too."""
+    time. On a CPU an RMSNorm whose weight trains keeps its rows before the product with it, too."""
     name, critic = ("tied, few tokens", True) if which == "critic" else (which, False)
     shape = replace(KEPT[name], scalar_head=critic, adapters=adapters)
     rows, prompt, response = 4, 6, 14
@@ -147,10 +150,8 @@ def test_activations_are_what_a_forward_pass_keeps(which, adapters):
     workload = replace(workload, models={**workload.models, call.model: shape})
     sizes = (rows, prompt, response)
     whole, deeper = (kept_bytes_of(replace(shape, num_layers=shape.num_layers + more), *sizes) for more in (0, 1))
-    wide = (
-        num_norms(shape.norms) * shape.hidden_size
-        + shape.qk_norm * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    )
+    at_norms = 0 if shape.layer_norm else shape.hidden_size
+    wide = num_norms(shape.norms) * at_norms + shape.qk_norm * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     for recompute, found in (
         (False, whole),
         (True, kept_bytes_of(shape, *sizes, recompute=True) + deeper - whole),
@@ -161,7 +162,7 @@ def test_activations_are_what_a_forward_pass_keeps(which, adapters):
             counted -= 4 * rows * response * shape.vocab_size
         if adapters is None:
             layers = 1 if recompute else shape.num_layers
-            counted += 4 * rows * (prompt + response) * (layers * wide + shape.hidden_size)
+            counted += 4 * rows * (prompt + response) * (layers * wide + at_norms)
         assert found == pytest.approx(counted, rel=0.03), recompute
 
 
@@ -188,7 +189,9 @@ def kept_bytes_of(shape: ModelShape, rows: int, prompt: int, response: int, *, r
     sizes = {name: getattr(shape, name) for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads")}
     sizes |= {name: getattr(shape, name) for name in ("num_kv_heads", "head_dim", "vocab_size", "qk_norm", "norms")}
     family = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
-    sizes |= {"attention_bias": shape.qkv_bias, "tie_embeddings": shape.tied}
+    sizes |= {"attention_bias": shape.qkv_bias, "tie_embeddings": shape.tied, "mlp_bias": shape.mlp_bias}
+    if shape.plain_mlp:
+        family, sizes = "gpt_neox", sizes | {"layer_norm": True, "plain_mlp": True, "activation": "gelu"}
     config = ModelConfig(model_type=family, **sizes)
     head = "scalar" if shape.scalar_head else "lm"
     model, kept = Transformer(config, head=head, adapters=shape.adapters, recompute=recompute), dict[int, int]()

@@ -33,6 +33,9 @@ FAMILIES = {
     "qwen3": dataclasses.replace(LLAMA, model_type="qwen3", qk_norm=True, head_dim=4, tie_embeddings=True),
     "norms after": dataclasses.replace(LLAMA, model_type="olmo2", norms="after"),
     "norms before and after": dataclasses.replace(LLAMA, norms="both", tie_embeddings=True),
+    "gpt_neox": dataclasses.replace(
+        LLAMA, model_type="gpt_neox", layer_norm=True, plain_mlp=True, activation="gelu", mlp_bias=True
+    ),
     "mixture": dataclasses.replace(
         LLAMA,
         model_type="olmoe",
@@ -63,6 +66,8 @@ def shape_of(config: ModelConfig, head: str) -> ModelShape:
         qk_norm=config.qk_norm,
         qk_norm_of_all=config.qk_norm_of_all,
         norms=config.norms,
+        layer_norm=config.layer_norm,
+        plain_mlp=config.plain_mlp,
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token,
         expert_size=config.expert_size,

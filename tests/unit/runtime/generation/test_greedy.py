@@ -30,6 +30,7 @@ FEW += (
     "granite",
     "longrope beyond",
     "olmo3",
+    "gpt_neox",
     "linear",
     "dynamic",
     "yarn",
