@@ -17,7 +17,7 @@ from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.weights.shared_memory import Arena
 from rlhf_spmd.runtime.weights.weight_mover import Mover
 from tests.reallocations import local_shapes, sent_bytes, sent_messages
-from tests.run_mpi import BACKEND
+from tests.run_mpi import BACKEND, NUM_RANKS
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -40,10 +40,17 @@ PAIRS = {  # name -> ranks, dp, pp, tp before and after
 }
 
 
-def fits(name, world):
+def pairs(*names):
+    """Returns the names, each at the number of ranks of the smallest launch that has enough: others only look on."""
+    found = []
+    for name in names:
+        last = max(*PAIRS[name][0][0], *PAIRS[name][1][0])
+        found.append(pytest.param(name, marks=pytest.mark.ranks(min(size for size in NUM_RANKS if size > last))))
+    return found
+
+
+def grids(name):
     before, after = PAIRS[name]
-    if max(*before[0], *after[0]) >= world.size:
-        pytest.skip(f"needs {max(*before[0], *after[0]) + 1} ranks")
     return grid(*before), grid(*after)
 
 
@@ -129,22 +136,23 @@ def plain(shards):
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1000, ALL_AT_ONCE])
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", pairs(*PAIRS))
 def test_pairs(world, name, bucket_bytes):
-    before, after = fits(name, world)
+    before, after = grids(name)
     run(world, SHAPE, plain(before), after, bucket_bytes=bucket_bytes)
 
 
-@pytest.mark.parametrize("name", ["tp2 -> dp2", "tp3 -> tp4", "dp2 pp2 tp2 -> dp4 tp2"])
+@pytest.mark.parametrize("name", pairs("tp2 -> dp2", "tp3 -> tp4", "dp2 pp2 tp2 -> dp4 tp2"))
 @pytest.mark.parametrize("bucket_bytes", [2**20, 2**23])
 def test_large_blocks_travel_without_packing(world, name, bucket_bytes):
-    before, after = fits(name, world)
+    before, after = grids(name)
     run(world, LARGE, plain(before), after, bucket_bytes=bucket_bytes)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_widths(world, dtype):
-    before, after = fits("tp2 -> dp2", world)
+    before, after = grids("tp2 -> dp2")
     run(world, SHAPE, plain(before), after, dtype=dtype, bucket_bytes=500)
 
 
@@ -159,6 +167,7 @@ def test_from_zero_3(world, shape, tp):
     run(world, shape, sources, grid((1, 0), 1, 1, 2), bucket_bytes=2**20)
 
 
+@pytest.mark.ranks(2)
 def test_two_targets_of_one_rank(world):
     """Two copies with different shards, on ranks of which one trains."""
     targets = [(1, Shard()), (1, Shard(0, 1, 1, 2)), (0, Shard(1, 2)), (0, Shard(0, 2, 0, 2))]
@@ -166,20 +175,18 @@ def test_two_targets_of_one_rank(world):
     run(world, LARGE, plain(grid((0, 1), 1, 1, 2)), targets, bucket_bytes=2**21)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", pairs(*PAIRS))
 def test_there_and_back(world, name):
     """The second reallocation begins with what the first one made."""
-    before, after = fits(name, world)
+    before, after = grids(name)
     made = run(world, SHAPE, plain(before), after, bucket_bytes=2000)
     run(world, SHAPE, plain(after), before, bucket_bytes=2000, source=made[0] if made else None)
 
 
+@pytest.mark.ranks(2)
 def test_several_at_once(world):
     """Two reallocations under way together, finished in the order in which they started."""
-    ranks, model = (0, 1), whole_model(SHAPE, torch.float32)
-    if world.rank not in ranks:
-        return
-    movers, made = [], []
+    model, movers, made = whole_model(SHAPE, torch.float32), [], []
     for number, (before, after) in enumerate([(PAIRS["tp2 -> dp2"]), (PAIRS["pp2 -> tp2, backwards"])]):
         sources, targets = plain(grid(*before)), grid(*after)
         plan = plan_reallocation(SHAPE, sources, targets, bytes_per_number=4, node_of=lambda rank: 0)
