@@ -168,7 +168,8 @@ def assigned(tree: Tree, setting: Setting) -> Tree:
     a wrong value."""
     key, known = setting.key, options_of(tree)
     if key in known:
-        return with_value(tree, key, parse_value(known[key].annotation, setting.value, key))
+        changed: Tree = _changed(tree, known[key].path, parse_value(known[key].annotation, setting.value, key))
+        return changed
     of_group = [name for name in known if name.startswith(f"{key.partition('.')[0]}.")]
     if of_group and "." not in key:
         if setting.value is None:

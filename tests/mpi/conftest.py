@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch.nn.functional as F
 
 from rlhf_spmd.plan.layout import COLLECTIVES
 from rlhf_spmd.runtime.world.world import DeadlineError, World
@@ -26,6 +27,7 @@ MISMATCH = "ranks met in different places"  # mostly the consequence of another 
 # ranks -> which of twelve tests that rotate run there
 TURNS = {2: (3,), 4: (0, 3, 5, 6, 8, 9, 11), 5: (1, 4, 7, 10), 8: (2,)}
 MOST_RANKS = max(TURNS)
+LINEAR = F.linear
 _world: World | None = None
 
 
@@ -135,6 +137,13 @@ def made_once(request, world, shared_folder):
         return folder
 
     return make_all
+
+
+@pytest.fixture(autouse=True)
+def linear_of_torch():
+    """Undoes what DeepSpeed's ZeRO 3 leaves in place: a slower F.linear for all that comes later."""
+    yield
+    F.linear = LINEAR
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_exact_is_brute_force(layout, num_bytes, epochs):
     """Also under memory limits that bite, and where streaming is the best."""
     model = model_of(layout, num_bytes, epochs=epochs)
     for seed in range(3):
-        space = small_space(model, random.Random(seed), 4)
+        space = small_space(model, random.Random(seed), 3)
         best = Best(20)
         least_s = exact(space, best, Budget())
         assert best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
@@ -89,7 +89,7 @@ def test_exact_is_brute_force_on_a_base_that_models_have_in_common():
     for num_bytes in (None, 4_000_000, 3_000_000, 2_300_000, 1_800_000):
         model = model_on_one_base("2x2", num_bytes)
         for seed in range(2):
-            space, best = small_space(model, random.Random(seed), 4), Best(20)
+            space, best = small_space(model, random.Random(seed), 3), Best(20)
             assert exact(space, best, Budget()) == best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
             found.add((seed, best.seconds))
     assert len(found) > 4

@@ -119,7 +119,7 @@ def test_a_base_that_models_have_in_common_fits_where_four_do_not():
 def test_plans_one_iteration_ahead(method, options):
     """They compile and fit, and take about as long as the model of the search says; also where an inference belongs to
     training."""
-    workload, cluster = llama("llama-7b", "1x4", "ppo.epochs=2", *options)
+    workload, cluster = llama("llama-7b", "1x3", "ppo.epochs=2", *options)
     found = search(workload, cluster, A100, method=method, keep=2, ahead=1, budget=10_000)
     for plan in found.plans:
         assert plan.name == searches.SEPARATION_AHEAD and plan.placement.ahead == 1
@@ -157,7 +157,7 @@ def test_what_cannot_be_drawn_ahead_is_said_before_any_search():
 
 def test_no_clock_decides(monkeypatch):
     """Where hours pass between two looks at the clock, the search is as complete and its plans are the same."""
-    workload, cluster = llama("llama-7b", "1x4")
+    workload, cluster = llama("llama-7b", "1x3")
     before = search(workload, cluster, A100, keep=1)
     hours = count(step=3600.0)
     for name in ("perf_counter", "monotonic", "time", "process_time"):
