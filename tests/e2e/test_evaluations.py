@@ -20,7 +20,6 @@ PLACEMENTS = {
     "odd": (3, ()),
     "offload": (2, ("--strategy", "reallocation", "strategy.training_tp=2", "strategy.offload=true")),
 }
-SLOW = ("separation", "zero 3", "interleaving", "odd", "offload")
 REWARD = """
 def length(prompts, responses):
     return [float(len(text.split()) >= 6) for text in responses]
@@ -84,7 +83,8 @@ def test_training_is_the_same_without_an_evaluation(one_rank, options, tmp_path)
         assert mine["tokens_sha256"] == theirs["tokens_sha256"] and mine["reward"] == theirs["reward"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PLACEMENTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACEMENTS)
 def test_the_same_numbers_under_every_placement(name, one_rank, options, tmp_path):
     num_ranks, placement = PLACEMENTS[name]
     run = trained([*options, *placement], num_ranks, tmp_path / "run")
@@ -93,27 +93,36 @@ def test_the_same_numbers_under_every_placement(name, one_rank, options, tmp_pat
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
 
 
+def parts_of(run) -> dict:
+    return {path.relative_to(run): path.read_bytes() for path in (run / "rollouts").rglob("part-*.parquet")}
+
+
 def test_a_resume_repeats_and_skips_none(options, one_rank, tmp_path):
-    """Of a run without an evaluation before training, whose others are the same."""
+    """Of a run without an evaluation before training, whose others are the same; the samples are written again."""
     words = [*options, "checkpoint.every=1", "checkpoint.keep=9", "checkpoint.best=mean@3", "eval.at_start=false"]
-    whole = trained(words, 1, tmp_path / "whole")
+    whole = trained([*words, "rollouts.every=1", "rollouts.format=parquet"], 1, tmp_path / "whole")
     hashes = [[row["tokens_sha256"] for row in timeless(run)] for run in (whole, one_rank)]
     assert hashes[0] == hashes[1][1:] and (whole / "best" / "actor").is_dir(), "the first one is the best so far"
+    assert len(parts_of(whole)) == 4 + 2
     for kept in (1, 2):  # a run that ended before, and right after, an evaluation
         half = tmp_path / f"after{kept}"
         shutil.copytree(whole, half)
         for folder in (half / "checkpoints").iterdir():
             if int(folder.name.removeprefix("iteration-")) > kept:
                 shutil.rmtree(folder)
+        for path in (half / "rollouts" / "iteration-000002").iterdir():
+            path.rename(path.with_name("part-00009.parquet"))  # as from a run with more ranks
         resume(half, 1)
-        assert timeless(half) == timeless(whole)
+        assert timeless(half) == timeless(whole) and parts_of(half) == parts_of(whole)
 
 
-def test_one_that_was_left_out_is_made_up_for(options, tmp_path):
+def test_one_that_was_left_out_is_made_up_for(options, one_rank, tmp_path):
     """As after SIGTERM, which leaves no time for an evaluation. It counts for checkpoint.best, too, which may be given
     at a resume."""
-    run = trained([*options, "checkpoint.every=1", "checkpoint.keep=9"], 2, tmp_path / "run")
+    words = [*options, "checkpoint.every=1", "checkpoint.keep=9", "--strategy", "separation"]
+    run = trained(words, 2, tmp_path / "run")
     rows = timeless(run)
+    assert [row["tokens_sha256"] for row in rows] == [row["tokens_sha256"] for row in timeless(one_rank)]
     shutil.rmtree(run / "checkpoints" / "iteration-000004")
     shutil.rmtree(run / "checkpoints" / "iteration-000003")
     lines = (run / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
@@ -164,8 +173,8 @@ def samples_of(run, folder: str) -> list[dict]:
     return sorted(rows, key=lambda row: (row["prompt_index"], row["sample"]))
 
 
-SEPARATION = pytest.param(("--strategy", "separation"), id="separation")
-SPLIT = pytest.param(REALLOCATION, id="reallocation", marks=pytest.mark.slow)
+SEPARATION = pytest.param(("--strategy", "separation"), id="separation", marks=pytest.mark.slow)
+SPLIT = pytest.param(REALLOCATION, id="reallocation")
 
 
 def test_each_of_several_functions_is_shown_and_may_choose_the_best(options, warm, tmp_path):
@@ -223,16 +232,3 @@ def test_samples_on_disk_are_the_same_under_every_placement(placement, options, 
         assert row == pytest.approx(other, rel=1e-5, abs=1e-5)
     rows = samples_of(one, "iteration-000002")
     assert metrics(one)[2]["score"] == pytest.approx(sum(row["scores"] for row in rows) / 16, abs=1e-6)
-
-
-def test_a_resume_writes_the_samples_again(options, tmp_path):
-    words = [*options, "rollouts.every=1", "checkpoint.every=1", "checkpoint.keep=9", "rollouts.format=parquet"]
-    run = trained(words, 2, tmp_path / "run")
-    whole = {path.relative_to(run): path.read_bytes() for path in (run / "rollouts").rglob("part-*.parquet")}
-    assert len(whole) == (4 + 3) * 2
-    for number in (3, 4):
-        shutil.rmtree(run / "checkpoints" / f"iteration-{number:06d}")
-    for path in (run / "rollouts" / "iteration-000002").iterdir():
-        path.rename(path.with_name("part-00009.parquet"))  # as from a run with more ranks
-    resume(run, 2)
-    assert {path.relative_to(run): path.read_bytes() for path in (run / "rollouts").rglob("part-*.parquet")} == whole

@@ -9,8 +9,8 @@ from bench.speed.measure import main, option_text
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.pages.strategy import load_strategy
 
-SMALL = ("rollout_batch=4", "mini_batch=4", "micro_batch=2", "data.max_prompt=16", "generation.max_new_tokens=8")
-CELL = ("--layout", "1x2", "--preset", "llama-15m", "--iterations", "2", "--warmup", "1")
+SMALL = ("rollout_batch=4", "mini_batch=4", "micro_batch=2", "data.max_prompt=8", "generation.max_new_tokens=4")
+CELL = ("--layout", "1x2", "--preset", "llama-15m", "--iterations", "1", "--warmup", "1")
 
 
 def measured(out, *strategies: str) -> list[dict]:
@@ -37,7 +37,7 @@ def test_a_row_a_cell(tmp_path, capsys):
     assert good["tflops"] > 0 and good["peak_bytes"] > 2**28 and good["calls"]["actor_train"]["measured_s"] > 0
     assert refused["iteration_s"] is None and "heterogeneous" in refused["why_not"] and not refused["out_of_memory"]
     run = next((tmp_path / "measure" / "rows").glob("*-flattening"))
-    assert all(row["response_length"] == 8 for row in read_rows(run / "metrics.jsonl"))
+    assert all(row["response_length"] == 4 for row in read_rows(run / "metrics.jsonl"))
     assert not [path for path in run.rglob("*.safetensors")]  # no weights are kept
     assert measured(out, "flattening", "heterogeneous") == rows  # nothing is measured twice
     said = capsys.readouterr().out

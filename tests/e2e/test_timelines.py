@@ -12,7 +12,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.runtime.world.trace import Lane, lanes, read_chrome
 
 LARGEST_CONTROL = 0.05  # of an iteration
-OPTIONS = ["iterations=3", "num_samples=0"]
+OPTIONS = ["iterations=2", "num_samples=0"]
 ALONE = "strategy.chain=false"  # iterations that end with a meeting
 MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("flattening", "interleaving1", "interleaving2")]
 STRATEGIES = ("separation", *MORE)
@@ -59,7 +59,5 @@ def test_generation_goes_on_while_the_critic_trains(warm, tmp_path):
     status, _, stderr = warm.run([*words, "--runs", str(tmp_path), "--name", "one", "--json"], 4, limit_s=400)
     assert status == 0, stderr
     spans = [span for lane in lanes(read_chrome(tmp_path / "one" / "timeline.json")) for span in lane.spans]
-    for number in (0, 1):
-        trained_s = max(span.end_s for span in spans if (span.name, span.iteration) == ("critic_train", number))
-        generated_s = min(s.start_s for s in spans if (s.name, s.iteration) == ("actor_generate", number + 1))
-        assert generated_s < trained_s
+    trained_s = max(span.end_s for span in spans if (span.name, span.iteration) == ("critic_train", 0))
+    assert min(s.start_s for s in spans if (s.name, s.iteration) == ("actor_generate", 1)) < trained_s
