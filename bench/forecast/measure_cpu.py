@@ -9,7 +9,7 @@ to an algorithm are left out. An algorithm that learns from given responses need
 are known.
 
 Cost: six minutes on two cores for each algorithm.
-Command: python -m bench measure-cpu [--algorithm NAME] [--quick] [--calibration NAME|FILE.json] [KEY=VALUE ...]
+Command: python -m bench measure-cpu [--algorithm NAME] [--mixture] [--quick] [--calibration NAME|FILE.json] [KEY=VALUE ...]
 python -m bench measure-cpu --algorithm sft data.prompts=answers.jsonl
 """
 
@@ -23,6 +23,7 @@ from pathlib import Path
 from bench.rows import Arguments, rows_so_far, train, write
 from bench.tables import ended
 from rlhf_spmd.command_line.plans import alternatives, fastest, module_source
+from rlhf_spmd import embedded
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.errors import UserError
@@ -49,14 +50,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="4 ranks only")
     parser.add_argument("--calibration", default="cpu-2core", help="name or file (default: cpu-2core)")
     parser.add_argument("--algorithm", default="ppo", help="its rows are replaced (default: ppo)")
+    parser.add_argument("--mixture", action="store_true", help="of the embedded mixture of experts")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of the runs, e.g. data.prompts=FILE")
     parsed = parser.parse_args(arguments)
     calibration, rows, words = load_calibration(parsed.calibration), [], [*WORDS, *parsed.overrides]
-    config = presets.load("tiny", words, algorithm=parsed.algorithm)
+    preset, model = ("arithmetic", str(embedded.path_of("mixture/actor"))) if parsed.mixture else ("tiny", None)
+    config = presets.load(preset, words, model, algorithm=parsed.algorithm)
     workload = replace(make_workload(config), forecast_lengths=lengths_of(config))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        told = ["--runs", name, "--algorithm", parsed.algorithm, *words]
+        told = ["--runs", name, "--algorithm", parsed.algorithm, "--preset", preset, *words]
+        told += ["--model", model] if model else []
         for size in SIZES[:1] if parsed.quick else SIZES:
             cluster = Cluster.parse(f"1x{size}")
             for strategy in STRATEGIES:
@@ -70,9 +74,10 @@ def main(arguments: list[str]) -> int:
             (folder / f"plan_{size}.py").write_text(source, encoding="utf-8")
             found = run_case(calibration, program, str(folder / f"plan_{size}.py"), told)
             rows.append(found | {"strategy": SEARCHED})
-    rows = [row | {"algorithm": parsed.algorithm} for row in rows]
+    label = parsed.algorithm + " of a mixture" * parsed.mixture
+    rows = [row | {"algorithm": label} for row in rows]
     if not parsed.quick:
-        others = [row for row in rows_so_far("measure_cpu") if row["algorithm"] != parsed.algorithm]
+        others = [row for row in rows_so_far("measure_cpu") if row["algorithm"] != label]
         write("measure_cpu", others + rows)
     return ended("measure-cpu", rows, worst_error=max(abs(row["error"]) for row in rows))
 
