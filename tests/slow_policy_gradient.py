@@ -39,8 +39,10 @@ class Rules:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    gate_temperatures: tuple[float, float] = (1.0, 1.05)
     aggregation: str = "token-mean"
     kl_coef: float = 0.0
+    kl_in: str = "loss"
     kl_estimator: str = "k3"
     kl_unbiased: bool = False
     importance_weights: str = "none"
@@ -59,6 +61,13 @@ def reward(sample: Sample, rules: Rules) -> float:
     return sample.score - rules.overlong_penalty * (length - free) / rules.overlong_buffer
 
 
+def penalised(sample: Sample, rules: Rules) -> float:
+    if rules.kl_in == "loss":
+        return reward(sample, rules)
+    kl = sum(old - reference for old, reference in zip(sample.old, sample.reference, strict=True))
+    return reward(sample, rules) - rules.kl_coef * kl
+
+
 def counts(sample: Sample, rules: Rules) -> bool:
     """Returns whether its reward counts in the baseline of its group."""
     return sample.ended or rules.overlong != "mask"
@@ -66,15 +75,19 @@ def counts(sample: Sample, rules: Rules) -> bool:
 
 def grpo_advantages(groups: list[list[Sample]], rules: Rules) -> None:
     for group in groups:
-        rewards = [reward(one, rules) for one in group if counts(one, rules)]
+        plain = [reward(one, rules) for one in group if counts(one, rules)]
+        rewards = [penalised(one, rules) for one in group if counts(one, rules)]
         is_equal = not rewards or max(rewards) - min(rewards) <= 1e-6
+        drops = rules.drop_equal_groups and (not plain or max(plain) - min(plain) <= 1e-6)
         for one in group:
-            one.used = counts(one, rules) and not (rules.drop_equal_groups and is_equal)
-            a = reward(one, rules) - statistics.fmean(rewards) if counts(one, rules) and not is_equal else 0.0
+            one.used = counts(one, rules) and not drops
+            a = penalised(one, rules) - statistics.fmean(rewards) if counts(one, rules) and not is_equal else 0.0
             if rules.scale == "group" and a:
                 a /= statistics.stdev(rewards) + rules.scale_eps
+            if rules.scale == "mean" and a:
+                a /= abs(statistics.fmean(rewards)) + rules.scale_eps
             one.advantages = [a] * len(one.old)
-    used_rewards = [reward(one, rules) for group in groups for one in group if one.used]
+    used_rewards = [penalised(one, rules) for group in groups for one in group if one.used]
     if rules.scale == "batch":
         for one in (one for group in groups for one in group):
             one.advantages = [a / (statistics.stdev(used_rewards) + rules.scale_eps) for a in one.advantages]
@@ -181,6 +194,23 @@ def token_loss(one: Sample, t: int, ratio: Tensor, rules: Rules) -> Tensor:
     a, low, high = one.advantages[t], 1 - rules.clip_low, 1 + rules.clip_high
     if rules.surrogate == "cispo":
         return -min(max(float(ratio.detach()), low), high) * a * one.logprobs[t]
+    if rules.surrogate == "dppo":
+        rise = math.exp(float(one.logprobs[t].detach())) - math.exp(one.old[t])
+        if (a > 0 and rise > rules.clip_high) or (a < 0 and rise < -rules.clip_low):
+            return 0.0 * one.logprobs[t]
+        return -min(float(ratio.detach()), 20.0) * a * one.logprobs[t]
+    if rules.surrogate == "sapo":
+        temperature = rules.gate_temperatures[0 if a > 0 else 1]
+        return -a * 4 / temperature / (1 + torch.exp(-temperature * (ratio - 1)))
+    if rules.surrogate == "gmpo":
+        logs = [new - old for new, old in zip(one.logprobs, one.old, strict=True)]
+        if a > 0:
+            logs = [log if float(log.detach()) < rules.clip_high else log * 0 + rules.clip_high for log in logs]
+        else:
+            logs = [log if float(log.detach()) > -rules.clip_low else log * 0 - rules.clip_low for log in logs]
+        return -a * torch.exp(sum(logs) / len(logs))
+    if rules.surrogate == "reinforce":
+        return -a * one.logprobs[t]
     loss = -min(ratio * a, torch.clamp(ratio, low, high) * a)
     if rules.dual_clip is not None and a < 0:
         loss = min(loss, torch.tensor(-rules.dual_clip * a, dtype=loss.dtype))
@@ -201,7 +231,7 @@ def loss(groups: list[list[Sample]], rules: Rules) -> Tensor:
             factors = [0.0 if far else f for f, far in zip(factors, leaves_the_generator(one, rules), strict=True)]
         for t, log in enumerate(logs):
             term = factors[t] * token_loss(one, t, torch.exp(log), rules)
-            if rules.kl_coef:
+            if rules.kl_coef and rules.kl_in == "loss":
                 kl = divergence(one.logprobs[t] - one.reference[t], rules.kl_estimator)
                 term = term + rules.kl_coef * (kl * torch.exp(log) if rules.kl_unbiased else kl)
             tokens.append(term)

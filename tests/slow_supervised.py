@@ -72,13 +72,24 @@ def bradley_terry(
 
 
 def preference(
-    model: Model, reference: Model, rows: list[Row], *, loss: str, beta: float, label_smoothing: float, per_token: bool
+    model: Model,
+    reference: Model,
+    rows: list[Row],
+    *,
+    loss: str,
+    beta: float,
+    label_smoothing: float,
+    per_token: bool,
+    nll_coef: float,
+    target_margin: float,
 ) -> tuple[Tensor, dict[str, float]]:
     losses, log = [], dict.fromkeys(("accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logprob"), 0.0)
     for row in rows:
         ours = [logprobs(model, row.prompt, response) for response in row.responses]
         theirs = [[rounded(x) for x in logprobs(reference, row.prompt, response)] for response in row.responses]
         ratios = [sum(a - b for a, b in zip(one, other, strict=True)) for one, other in zip(ours, theirs, strict=True)]
+        if loss in ("simpo", "orpo"):
+            ratios = [sum(one) / len(one) for one in ours]
         chosen, rejected = (beta * ratio.item() for ratio in ratios)
         log["accuracy"] += ((chosen > rejected) + (chosen == rejected) / 2) / len(rows)
         log["margin"] += (chosen - rejected) / len(rows)
@@ -87,10 +98,27 @@ def preference(
         log["chosen_logprob"] += sum(ours[0]).item() / len(rows)
         if per_token:
             ratios = [ratio / len(response) for ratio, response in zip(ratios, row.responses, strict=True)]
-        difference = ratios[0] - ratios[1]
-        if loss == "ipo":
-            losses.append((difference - 1 / (2 * beta)) ** 2)
-            continue
-        right = torch.sigmoid(beta * difference)
-        losses.append(-(1 - label_smoothing) * torch.log(right) - label_smoothing * torch.log(1 - right))
+        likelihood = sum(ours[0]) / len(ours[0])
+        losses.append(pair(*ratios, loss, beta, label_smoothing, target_margin) - nll_coef * likelihood)
     return sum(losses) / len(rows), log
+
+
+def pair(c: Tensor, r: Tensor, loss: str, beta: float, wrong: float, target_margin: float) -> Tensor:
+    sigmoid, log = torch.sigmoid, torch.log
+    if loss == "ipo":
+        return (c - r - 1 / (2 * beta)) ** 2
+    if loss == "hinge":
+        return max(1 - beta * (c - r), 0 * c)
+    if loss == "apo_zero":
+        return (1 - sigmoid(beta * c)) + sigmoid(beta * r)
+    if loss == "apo_down":
+        return sigmoid(beta * c) + (1 - sigmoid(beta * (c - r)))
+    if loss == "simpo":
+        return -log(sigmoid(beta * (c - r) - target_margin))
+    if loss == "orpo":
+        odds = [torch.exp(x) / (1 - torch.exp(x)) for x in (c, r)]
+        return -beta * log(sigmoid(log(odds[0] / odds[1])))
+    right = sigmoid(beta * (c - r))
+    if loss == "robust":
+        return (-(1 - wrong) * log(right) + wrong * log(1 - right)) / (1 - 2 * wrong)
+    return -(1 - wrong) * log(right) - wrong * log(1 - right)

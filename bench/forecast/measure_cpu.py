@@ -9,7 +9,8 @@ to an algorithm are left out. An algorithm that learns from given responses need
 are known.
 
 Cost: six minutes on two cores for each algorithm.
-Command: python -m bench measure-cpu [--algorithm NAME] [--mixture] [--quick] [--calibration NAME|FILE.json] [KEY=VALUE ...]
+Command: python -m bench measure-cpu [--algorithm NAME] [--quick] [--calibration NAME|FILE.json] [KEY=VALUE ...]
+python -m bench measure-cpu --algorithm grpo --mixture
 python -m bench measure-cpu --algorithm sft data.prompts=answers.jsonl
 """
 
@@ -22,8 +23,8 @@ from pathlib import Path
 
 from bench.rows import Arguments, rows_so_far, train, write
 from bench.tables import ended
-from rlhf_spmd.command_line.plans import alternatives, fastest, module_source
 from rlhf_spmd import embedded
+from rlhf_spmd.command_line.plans import alternatives, fastest, module_source
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.errors import UserError

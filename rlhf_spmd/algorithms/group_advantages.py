@@ -10,7 +10,7 @@ Where a function has scope "row", N and S are one dimension B.
 
 Sources: [GRPO] Shao et al. 2024, arXiv 2402.03300; [DR] Liu et al. 2025, arXiv 2503.20783; [DAPO] Yu et al. 2025, arXiv
 2503.14476; [GKD] Agarwal et al. 2023, arXiv 2306.13649; [RLOO] Ahmadian et al. 2024, arXiv 2402.14740; [REMAX] Li et
-al. 2023, arXiv 2310.10505; [R++] Hu et al. 2025, arXiv 2501.03262.
+al. 2023, arXiv 2310.10505; [MAXRL] arXiv 2602.02710; [R++] Hu et al. 2025, arXiv 2501.03262.
 """
 
 import math
@@ -32,8 +32,11 @@ def group_advantages(
     scores_NS: Tensor,
     mask_NSG: Tensor,
     ended_NS: Tensor,
+    logprobs_NSG: Tensor | None = None,
+    ref_logprobs_NSG: Tensor | None = None,
     *,
-    scale: Literal["group", "batch", "none"] = "group",
+    kl_coef: float = 0.0,
+    scale: Literal["group", "batch", "mean", "none"] = "group",
     scale_eps: float = 1e-4,
     overlong: Literal["keep", "shape", "mask"] = "keep",
     overlong_buffer: int = 0,
@@ -43,18 +46,24 @@ def group_advantages(
     """Returns a = (r - mean of the group) / (std of the group + scale_eps) ([GRPO] section 4.1.2): advantages_NS,
     used_NS, sums.
 
-    The standard deviation is the unbiased one (divided by S - 1). scale "none" leaves the division out ([DR]); "batch"
-    divides by the standard deviation of the whole batch, in `group_advantages_finish`. used_NS is 1.0 where a response
-    is trained on and 0.0 where it is left out: groups with equal rewards under drop_equal_groups (dynamic sampling,
-    [DAPO] section 3.2), truncated responses under overlong "mask" ([DAPO] section 3.4). Of the latter no reward counts
-    in the mean, in the standard deviation or in whether a group's rewards are equal.
+    The standard deviation is the unbiased one (divided by S - 1). scale "none" leaves the division out ([DR]); "mean"
+    divides by the size of the group's mean ([MAXRL], for rewards of at least 0); "batch" by the standard deviation of
+    the whole batch, in `group_advantages_finish`. used_NS is 1.0 where a response is trained on and 0.0 where it is
+    left out: groups with equal rewards under drop_equal_groups (dynamic sampling, [DAPO] section 3.2), truncated
+    responses under overlong "mask" ([DAPO] section 3.4). Of the latter no reward counts in the mean, in the standard
+    deviation or in whether a group's rewards are equal. With logprobs of a reference, r is less kl_coef times the sum
+    over the response of log pi_actor - log pi_reference; whether rewards are equal, and the log, are of rewards without
+    it.
     """
     rewards_NS = overlong_rewards(
         scores_NS, mask_NSG, overlong=overlong, overlong_buffer=overlong_buffer, overlong_penalty=overlong_penalty
     )
-    wide_NS = rewards_NS.double()
+    wide_NS, kl_NS = rewards_NS.double(), response_kl(logprobs_NSG, ref_logprobs_NSG, mask_NSG)
     used_NS = ended_NS if overlong == "mask" else torch.ones_like(ended_NS)
-    advantages_NS, std_N1, is_equal_N = _scaled_by_group(wide_NS, used_NS, scale_eps if scale == "group" else None)
+    eps = scale_eps if scale in ("group", "mean") else None
+    advantages_NS, std_N1, is_equal_N = _scaled_by_group(wide_NS, used_NS, eps, by_mean=scale == "mean")
+    if kl_NS is not None:
+        advantages_NS, *_ = _scaled_by_group(wide_NS - kl_coef * kl_NS, used_NS, eps, by_mean=scale == "mean")
     if drop_equal_groups:
         used_NS = used_NS & ~is_equal_N[:, None]
     ones_NS, is_equal_N = torch.ones_like(wide_NS), is_equal_N.double()
@@ -64,21 +73,32 @@ def group_advantages(
         "group_std": (std_N1[:, 0], ones_NS[:, 0]),
         "equal_groups": (is_equal_N, ones_NS[:, 0]),
         "used": (used_NS.double(), ones_NS),
-    }
+    } | (_kl_sums(kl_NS, mask_NSG) if kl_NS is not None else {})
     return advantages_NS.to(scores_NS.dtype), used_NS.to(scores_NS.dtype), sums
 
 
-def _scaled_by_group(wide_NS: Tensor, counted_NS: Tensor, scale_eps: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (r - mean of the group) / (std of the group + scale_eps), without the division if scale_eps is None; the
-    standard deviations [N, 1]; and whether all rewards of a group are equal [N]. Only the counted responses enter
-    these. The advantages of the others, and of one that is alone, are 0."""
+def response_kl(logprobs_NSG: Tensor | None, ref_logprobs_NSG: Tensor | None, mask_NSG: Tensor) -> Tensor | None:
+    """Returns the sums over responses of log pi_actor - log pi_reference, float64 [N, S]; None without a reference."""
+    if logprobs_NSG is None or ref_logprobs_NSG is None:
+        return None
+    return token_kl(logprobs_NSG, ref_logprobs_NSG, mask_NSG).double().sum(-1)
+
+
+def _scaled_by_group(
+    wide_NS: Tensor, counted_NS: Tensor, scale_eps: float | None, *, by_mean: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (r - mean of the group) / (std of the group + scale_eps), or by_mean the size of the mean in place of the
+    std, without the division if scale_eps is None; the standard deviations [N, 1]; and whether all rewards of a group
+    are equal [N]. Only the counted responses enter these. The advantages of the others, and of one that is alone, are
+    0."""
     num_N1 = counted_NS.sum(1, keepdim=True)
     largest_N = torch.where(counted_NS, wide_NS, -math.inf).amax(1)
     is_equal_N = largest_N - torch.where(counted_NS, wide_NS, math.inf).amin(1) <= EQUAL
     mean_N1 = torch.where(counted_NS, wide_NS, 0.0).sum(1, keepdim=True) / num_N1.clamp(min=1)
     centred_NS = torch.where(counted_NS, wide_NS - mean_N1, 0.0)
     std_N1 = (centred_NS.square().sum(1, keepdim=True) / (num_N1 - 1).clamp(min=1)).sqrt()
-    scaled_NS = centred_NS if scale_eps is None else centred_NS / (std_N1 + scale_eps)
+    by_N1 = mean_N1.abs() if by_mean else std_N1
+    scaled_NS = centred_NS if scale_eps is None else centred_NS / (by_N1 + scale_eps)
     return torch.where(is_equal_N[:, None], 0.0, scaled_NS), std_N1, is_equal_N  # 0 is not the rounding of a mean
 
 
@@ -103,7 +123,10 @@ def group_advantages_sums(
     scores_NS: Tensor,
     mask_NSG: Tensor,
     used_NS: Tensor,
+    logprobs_NSG: Tensor | None = None,
+    ref_logprobs_NSG: Tensor | None = None,
     *,
+    kl_coef: float = 0.0,
     overlong: Literal["keep", "shape", "mask"] = "keep",
     overlong_buffer: int = 0,
     overlong_penalty: float = 1.0,
@@ -113,6 +136,8 @@ def group_advantages_sums(
     rewards_NS = overlong_rewards(
         scores_NS, mask_NSG, overlong=overlong, overlong_buffer=overlong_buffer, overlong_penalty=overlong_penalty
     )
+    if (kl_NS := response_kl(logprobs_NSG, ref_logprobs_NSG, mask_NSG)) is not None:
+        rewards_NS = rewards_NS.double() - kl_coef * kl_NS
     is_used_NS = used_NS > 0
     return torch.cat((is_used_NS.any(1).sum().double()[None], moments(rewards_NS, is_used_NS)))
 
@@ -122,7 +147,7 @@ def group_advantages_finish(
     used_NS: Tensor,
     sums: Tensor,
     *,
-    scale: Literal["group", "batch", "none"] = "group",
+    scale: Literal["group", "batch", "mean", "none"] = "group",
     scale_eps: float = 1e-4,
     min_groups: int = 0,
 ) -> tuple[Tensor, Tensor]:
@@ -198,8 +223,7 @@ def leave_one_out_advantages(
     """Returns a = r - mean of the other samples' r = S/(S-1) (r - mean), with r the score minus kl_coef times the sum
     over the response of log pi_actor - log pi_reference ([RLOO] eq. 9): advantages_NS and sums."""
     wide_NS, sums = scores_NS.double(), Sums()
-    if logprobs_NSG is not None and ref_logprobs_NSG is not None:
-        kl_NS = token_kl(logprobs_NSG, ref_logprobs_NSG, mask_NSG).double().sum(-1)
+    if (kl_NS := response_kl(logprobs_NSG, ref_logprobs_NSG, mask_NSG)) is not None:
         wide_NS = wide_NS - kl_coef * kl_NS
         sums = _kl_sums(kl_NS, mask_NSG)
     samples = scores_NS.shape[1]

@@ -1,13 +1,7 @@
 """GRPO and its variants: a response is compared with the other samples of its prompt. No torch, no ranks.
 
-Shao et al. 2024 (arXiv 2402.03300). Options make it one of
-
-    Dr.GRPO   scale=none aggregation=seq-mean-token-sum-norm                    Liu et al. 2025, arXiv 2503.20783
-    DAPO      clip_high=0.28 drop_equal_groups=true oversampling=2 overlong=shape    Yu et al. 2025, arXiv 2503.14476
-    GSPO      ratio_level=sequence aggregation=seq-mean-token-mean clip_low=3e-4 clip_high=4e-4    arXiv 2507.18071
-    CISPO     surrogate=cispo clip_low=1 clip_high=4                            MiniMax 2025, arXiv 2506.13585
-
-and aggregation=seq-mean-token-mean is the paper's own. The tensor math is in group_advantages.py and surrogates.py.
+Shao et al. 2024 (arXiv 2402.03300). Options make it one of VARIANTS. The tensor math is in group_advantages.py and
+surrogates.py.
 """
 
 from dataclasses import dataclass
@@ -16,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from rlhf_spmd.algorithms import policy_gradient
-from rlhf_spmd.algorithms.page import KLEstimator, Metric, NonNegative
+from rlhf_spmd.algorithms.page import KLEstimator, Metric, NonNegative, Variant
 from rlhf_spmd.plan.runtime_words import rewards_of
 from rlhf_spmd.plan.workflow import ComputeFunction, Data, Models
 
@@ -24,21 +18,61 @@ TITLE = "GRPO"
 DATA = {"prompts": "prompt"}
 ROLES = policy_gradient.ROLES
 SAMPLES_PER_PROMPT = 8
+SEQUENCES = "aggregation=seq-mean-token-mean"
+VARIANTS = (
+    Variant("GRPO as in the paper", f"{SEQUENCES} kl_coef=0.04", "mean over responses of their mean", "2402.03300"),
+    Variant("Dr.GRPO", "scale=none aggregation=seq-mean-token-sum-norm", "A = r - mean of the group", "2503.20783"),
+    Variant(
+        "DAPO",
+        "clip_high=0.28 drop_equal_groups=true oversampling=2 overlong=shape overlong_buffer=TOKENS",
+        "min(u A, clip(u, 0.8, 1.28) A); with twice the `rollout_batch` and `mini_batch`",
+        "2503.14476",
+    ),
+    Variant(
+        "GSPO",
+        f"ratio_level=sequence {SEQUENCES} clip_low=3e-4 clip_high=4e-4",
+        "u is the geometric mean of a response's ratios",
+        "2507.18071",
+    ),
+    Variant("CISPO", "surrogate=cispo clip_low=1 clip_high=4", "sg(clip(u, 0, 5)) A log pi", "2506.13585"),
+    Variant(
+        "SAPO", f"surrogate=sapo {SEQUENCES}", "(4 / t) sigmoid(t (u - 1)) A, t 1 if A > 0, else 1.05", "2511.20347"
+    ),
+    Variant(
+        "GMPO",
+        f"surrogate=gmpo {SEQUENCES} clip_low=0.4 clip_high=0.4",
+        "A times the geometric mean of a response's ratios, each clipped at exp(0.4) if A > 0, else at exp(-0.4)",
+        "2507.20673",
+    ),
+    Variant(
+        "DPPO",
+        "surrogate=dppo",
+        "sg(min(u, 20)) A log pi, without tokens whose probability A has moved by 0.2",
+        "2602.04879",
+    ),
+    Variant("two-sided clip", "dual_clip=3", "the term is at least 3 A if A < 0 (TRL's `delta`)", "1912.09729"),
+    Variant("GPG", "surrogate=reinforce scale=none drop_equal_groups=true", "A log pi", "2504.02546"),
+    Variant("MaxRL", "scale=mean", "A = (r - mean of the group) / mean of the group", "2602.02710"),
+    Variant("KL in the reward", "kl_in=reward kl_coef=0.001", "r less kl_coef sum log (pi / reference)", "verl"),
+)
 Factor = Annotated[float, Field(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Options(policy_gradient.Options):
-    """Options of GRPO. The KL divergence is a term of the loss."""
+    """Options of GRPO."""
 
+    # the KL divergence is a term of the loss, or taken off the reward of a response, times kl_coef
+    kl_in: Literal["loss", "reward"] = "loss"
     # estimator of the KL divergence from d = logprob - reference logprob: k1 is d (with kl_unbiased), k2 is d^2/2, k3
     # is exp(-d) + d - 1
     kl_estimator: KLEstimator = "k3"
     # multiply the KL term by the probability ratio, so that its gradient is that of the KL divergence
     kl_unbiased: bool = False
-    # divide advantages by the standard deviation of rewards, in the group or in the batch; none: do not
-    scale: Literal["group", "batch", "none"] = "group"
-    scale_eps: PositiveFloat = 1e-4  # constant added to the standard deviation that divides advantages
+    # divide advantages by the standard deviation of rewards, in the group or in the batch, or by the group's mean
+    # reward; none: do not
+    scale: Literal["group", "batch", "mean", "none"] = "group"
+    scale_eps: PositiveFloat = 1e-4  # constant added to what divides advantages
     # what to do with long responses: keep them, shape (lower their reward), or mask (leave truncated ones out)
     overlong: Literal["keep", "shape", "mask"] = "keep"
     # length in tokens, before the limit, over which overlong=shape lowers the reward; 0: none
@@ -66,6 +100,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
         makes={"advantages": "row", "used": "row"},
         scope="group",
         sums=options.scale == "batch" or options.min_groups > 0,
+        **(kl if options.kl_in == "reward" else {}),
     )
     if options.turn_rewards:
         advantages = compute(
@@ -75,7 +110,7 @@ def workflow(options: Options, model: Models, compute: ComputeFunction, prompts:
             turn_rewards=Data(rewards_of(responses.key)),
             makes={"turn_advantages": "token"},
         )
-    if kl:
+    if kl and options.kl_in == "loss":
         loss["ref_logprobs"] = kl["ref_logprobs"]
     if options.oversampling > 1:
         starts = compute("group_starts", scores=scores, makes={"starts": "row"}, scope="group")
@@ -117,6 +152,8 @@ def problem(options: Options, *, samples_per_prompt: int, mini_batch: int, max_n
                 f"{mini_batch / samples_per_prompt:g} groups of samples_per_prompt={samples_per_prompt}, of which "
                 f"{wanted:g} would be trained on; choose mini_batch so that both are whole numbers"
             )
+    if options.kl_in == "reward":
+        return policy_gradient.loss_problem(options)
     return policy_gradient.loss_problem(options, kl_estimator=options.kl_estimator, kl_unbiased=options.kl_unbiased)
 
 

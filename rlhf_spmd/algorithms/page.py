@@ -15,6 +15,7 @@ A page is a module with
     STATE_SUMS            optional: the sums that after_iteration reads, if all are of computes; then an iteration need
                           not wait for the training of the one before (strategy.chain)
     refused               optional: why options make no sense for a model whose responses cannot end early
+    VARIANTS              optional: methods that options make of it
     problem               optional: why options make no sense together, or with rollout_batch, samples_per_prompt,
                           mini_batch or max_new_tokens, if it has such a parameter
 
@@ -42,7 +43,8 @@ NonNegative = Annotated[float, Field(ge=0)]
 # options of policy losses, and parameters of their functions in surrogates.py and importance.py
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 RatioLevel = Literal["token", "sequence", "product"]
-Surrogate = Literal["clip", "cispo"]
+Surrogate = Literal["clip", "cispo", "dppo", "sapo", "gmpo", "reinforce"]
+Loss = Literal["sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo"]  # of pairs
 KLEstimator = Literal["k1", "k2", "k3"]
 ImportanceWeights = Literal["none", "token", "sequence", "geometric"]
 Rejection = Literal["none", "token", "sequence", "geometric"]
@@ -60,6 +62,21 @@ class Number:
 class AssistantTokens:
     """In DATA, where there is one key of responses: 1 for each of their tokens that is to be learned, 0 for those of
     other turns of a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A method that options make of a page.
+
+    words: the options, each without `NAME.` before it, and what the user puts in for capitals.
+    formula: what differs.
+    source: where it is published.
+    """
+
+    name: str
+    words: str
+    formula: str
+    source: str
 
 
 @dataclass(frozen=True, slots=True)

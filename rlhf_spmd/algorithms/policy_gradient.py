@@ -27,10 +27,18 @@ class Options(off_policy.Options):
     kl_coef: NonNegative = 0.0  # weight of the KL divergence from the reference; 0: no reference is loaded
     # probability ratio of a token: its own, the geometric mean over its response (sequence), or their product
     ratio_level: RatioLevel = "token"
-    # policy loss: clip (PPO), or cispo, where clipped ratios are weights and every token has a gradient
+    # policy loss: clip (PPO); cispo, where clipped ratios are weights and every token has a gradient; dppo, which
+    # leaves out tokens whose probability has moved too far; sapo, a soft gate; gmpo, the geometric mean of a response's
+    # ratios; or reinforce, without a ratio
     surrogate: Surrogate = "clip"
-    clip_low: NonNegative = 0.2  # probability ratios are clipped at 1 - clip_low
-    clip_high: NonNegative = 0.2  # probability ratios are clipped at 1 + clip_high
+    # probability ratios are clipped at 1 - clip_low; of gmpo their logarithms at -clip_low; of dppo a token is left out
+    # whose probability has fallen by more
+    clip_low: NonNegative = 0.2
+    # probability ratios are clipped at 1 + clip_high; of gmpo their logarithms at clip_high; of dppo a token is left
+    # out whose probability has risen by more
+    clip_high: NonNegative = 0.2
+    # temperatures of the gate of surrogate=sapo, for positive and for other advantages
+    gate_temperatures: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.05)
     # limit on the loss where an advantage A is negative: at most -dual_clip * A; none: no limit
     dual_clip: PositiveFloat | None = None
     # how the losses of tokens become one; seq-mean-token-sum-norm divides sums by the limit on a response
@@ -78,8 +86,10 @@ def loss_problem(options: Options, *, kl_estimator: str | None = None, kl_unbias
         )
     if options.dual_clip is not None and options.dual_clip <= 1:
         return f"dual_clip={options.dual_clip}: it must be larger than 1, e.g. 3"
-    if options.dual_clip is not None and options.surrogate == "cispo":
-        return "dual_clip belongs to surrogate=clip, and surrogate=cispo has no use for it; leave one of them out"
+    if options.dual_clip is not None and options.surrogate != "clip":
+        return f"dual_clip belongs to surrogate=clip, and surrogate={options.surrogate} has no use for it; drop one"
+    if options.ratio_level != "token" and options.surrogate in ("dppo", "gmpo", "reinforce"):
+        return f"surrogate={options.surrogate} has no use for ratio_level={options.ratio_level}; leave one of them out"
     if options.surrogate == "clip" and options.clip_low > 1:
         return f"clip_low={options.clip_low}: ratios are positive, so it is at most 1"
     return ""

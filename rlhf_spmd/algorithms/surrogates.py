@@ -9,10 +9,10 @@ trained on; elsewhere other [B, G] tensors may hold anything, even NaN; values_B
 token t.
 
 Sources: [PPO] Schulman et al. 2017, arXiv 1707.06347; [LM] Ziegler et al. 2019, arXiv 1909.08593; [N+] Huang et al.
-2024, arXiv 2403.17031; [KL] Schulman 2020, "Approximating KL Divergence"; [DUAL] Ye et
-al. 2020, arXiv 1912.09729; [GRPO] Shao et al. 2024, arXiv 2402.03300; [DR] Liu et al. 2025, arXiv 2503.20783; [DAPO] Yu
-et al. 2025, arXiv 2503.14476; [GSPO] Zheng et al. 2025, arXiv 2507.18071; [CISPO] MiniMax 2025, arXiv 2506.13585;
-[RLOO] Ahmadian et al. 2024, arXiv 2402.14740; [V3.2] DeepSeek-AI 2025, arXiv 2512.02556.
+2024, arXiv 2403.17031; [KL] Schulman 2020, "Approximating KL Divergence"; [DUAL] Ye et al. 2020, arXiv 1912.09729;
+[GRPO] Shao et al. 2024, arXiv 2402.03300; [DR] Liu et al. 2025, arXiv 2503.20783; [DAPO] Yu et al. 2025, arXiv
+2503.14476; [GSPO] Zheng et al. 2025, arXiv 2507.18071; [RLOO] Ahmadian et al. 2024, arXiv 2402.14740; [V3.2]
+DeepSeek-AI 2025, arXiv 2512.02556. Other surrogates than the clipped one are in other_surrogates.py.
 """
 
 import math
@@ -30,6 +30,7 @@ from rlhf_spmd.algorithms.importance import (
     ratio_of,
     sequence_mean,
 )
+from rlhf_spmd.algorithms.other_surrogates import terms
 from rlhf_spmd.algorithms.page import Aggregation, ImportanceWeights, KLEstimator, RatioLevel, Rejection, Surrogate
 
 
@@ -47,6 +48,7 @@ def surrogate_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
+    gate_temperatures: tuple[float, float] = (1.0, 1.05),
     aggregation: Aggregation = "token-mean",
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
@@ -76,12 +78,14 @@ def surrogate_loss(
     log_ratio_BG = torch.where(mask_BG, logprobs_BG - old_logprobs_BG, 0.0)
     d_BG = log_ratio_BG.detach().double()
     ratio_BG = ratio_at(log_ratio_BG, mask_BG, ratio_level)
-    below_BG, above_BG = ratio_BG < 1.0 - clip_low, ratio_BG > 1.0 + clip_high
-    if surrogate == "cispo":
-        loss_BG = cispo(logprobs_BG, ratio_BG, advantages_BG, mask_BG, clip_low=clip_low, clip_high=clip_high)
+    clips = {"clip_low": clip_low, "clip_high": clip_high}
+    if surrogate == "clip":
+        loss_BG = clipped(ratio_BG, advantages_BG, **clips, dual_clip=dual_clip)
+        below_BG = (ratio_BG < 1.0 - clip_low) & (advantages_BG < 0)
+        above_BG = (ratio_BG > 1.0 + clip_high) & (advantages_BG > 0)
     else:
-        loss_BG = clipped(ratio_BG, advantages_BG, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-        below_BG, above_BG = below_BG & (advantages_BG < 0), above_BG & (advantages_BG > 0)
+        given = (logprobs_BG, old_logprobs_BG, log_ratio_BG, ratio_BG, advantages_BG, mask_BG)
+        loss_BG, below_BG, above_BG = terms(surrogate, *given, **clips, gate_temperatures=gate_temperatures)
     num_tokens, num_responses = mask_BG.sum().double(), mask_BG.any(1).sum().double()
     sums: Sums = {
         "clip_fraction_low": ((below_BG & mask_BG).sum().double(), num_tokens),
@@ -253,21 +257,6 @@ def beyond(ratio_BG: Tensor, advantages_BG: Tensor, *, clip_low: float, clip_hig
     which looks at the old policy and not at the new one, leaves out both sides."""
     above_BG = (ratio_BG > 1.0 + clip_high) & (advantages_BG > 0)
     return above_BG | ((ratio_BG < 1.0 - clip_low) & (advantages_BG < 0))
-
-
-def cispo(
-    logprobs_BG: Tensor,
-    ratio_BG: Tensor,
-    advantages_BG: Tensor,
-    mask_BG: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> Tensor:
-    """Returns -clip(ratio, 1 - clip_low, 1 + clip_high) A logprob with a constant first factor ([CISPO] eq. 4): no
-    token loses its gradient. clip_low=1 sets no lower bound."""
-    weight_BG = ratio_BG.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -weight_BG * advantages_BG * torch.where(mask_BG, logprobs_BG, 0.0)
 
 
 def kl_estimate(difference_BG: Tensor, estimator: KLEstimator) -> Tensor:

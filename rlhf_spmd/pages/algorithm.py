@@ -32,6 +32,7 @@ NO_PAGES = (  # modules beside the pages
     "masks",
     "logprob_parity",
     "importance",
+    "other_surrogates",
     "controllers",
     *FUNCTIONS,
 )

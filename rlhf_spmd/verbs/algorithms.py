@@ -24,6 +24,11 @@ def run(parsed: argparse.Namespace) -> int:
             print(f"  {call.name:<26}  {model}({call.function})")
             text = f"{', '.join(call.inputs)} -> {results or f'new weights of the {call.model}'}"
             print(textwrap.fill(text, columns, initial_indent=" " * 6, subsequent_indent=" " * 8))
+        for one in getattr(algorithm.module, "VARIANTS", ()):
+            text = (
+                f"{one.name} ({one.source}): {' '.join(f'{name}.{word}' for word in one.words.split()) or 'defaults'}"
+            )
+            print(textwrap.fill(text, columns, initial_indent="  ", subsequent_indent=" " * 6))
         calls[name] = [call.name for call in workflow.calls]
     print_json({"algorithms": calls, "ok": True}, parsed.json)
     return 0

@@ -5,8 +5,10 @@ Cost: none. Command: python -m tools pages. A unit test fails when the page is n
 """
 
 import re
+from dataclasses import asdict
 
 from bench.rows import REPOSITORY
+from bench.tables import Columns
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 
@@ -38,6 +40,17 @@ def page() -> str:
         ]
         parts += [f"\n## {name}\n{TABLE}", *rows]
     return "".join(parts)
+
+
+def variants(name: str) -> tuple[Columns, list[dict]]:
+    """Returns the columns and rows of a table of the methods that options make of a page."""
+    columns: Columns = {
+        "method": lambda row: row["name"],
+        f"options, each with `{name}.` before it": lambda row: f"`{row['words']}`" if row["words"] else "none",
+        "what differs": lambda row: row["formula"],
+        "source": lambda row: f"arXiv {row['source']}" if row["source"][0].isdigit() else row["source"],
+    }
+    return columns, [asdict(one) for one in load_algorithm(name).module.VARIANTS]
 
 
 def normal(metric: Metric) -> str:

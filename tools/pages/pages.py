@@ -15,7 +15,9 @@ from tools.pages import metrics_page, options_page, rooms_page
 TABLES = {"rooms": rooms_page.rooms}
 TABLES |= {f"option_names_{program}": partial(options_page.names_elsewhere, program) for program in PROGRAMS}
 TABLES |= {f"defaults_{program}": partial(options_page.defaults_elsewhere, program) for program in PROGRAMS}
+TABLES |= {f"variants_{name}": partial(metrics_page.variants, name) for name in ("grpo", "dpo")}
 PAGES = (
+    REPOSITORY / "docs" / "algorithms.md",
     REPOSITORY / "docs" / "architecture.md",
     *(REPOSITORY / "docs" / f"coming_from_{program}.md" for program in PROGRAMS),
 )

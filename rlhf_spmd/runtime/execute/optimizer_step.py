@@ -143,13 +143,11 @@ class OptimizerStep(Passes):
         self.micro_batches, self.prepared = _micro_batches(job, call, run, rows, made)
         dropout = iteration.dropout_of(job.config.seed, shape.adapters, call.model, number)
         self.batches = [iteration.sequences_of(call, part, dropout) for part in self.micro_batches]
-        self.routes = [batch.routes for batch in self.batches if batch.routes is not None]  # of a mixture
         if call.name in job.workload.counted:
             with self.within():
-                self.batches = [router_losses.with_choices(self.model, batch) for batch in self.batches]
-            self.routes = [batch.routes for batch in self.batches if batch.routes is not None]
-            own = sum(routes.choices(shape.num_experts) for routes in self.routes)
+                self.batches, own = router_losses.counted(self.model, self.batches, shape)
             choices = job.reduced(own * self.reports, run)
+        self.routes = [batch.routes for batch in self.batches if batch.routes is not None]  # of a mixture
         if self.routes:
             meter, is_first = self.route_meter, self.model.parallel.shard.tp_index == 0
             router_losses.begin(self.routes, choices, shape, job.config.experts, meter, counts=is_first)

@@ -33,14 +33,19 @@ def choices(call: LossCall, rows: Mapping[str, Tensor], shape: ModelShape) -> Te
 
 
 @torch.no_grad()
-def with_choices(model: Transformer, batch: Sequences) -> Sequences:
-    """Returns sequences with the experts that the routers choose now, of which the last one of a row does not count."""
-    recorded = Routes()
-    forward(model, replace(batch, routes=recorded))
-    lengths_B = torch.tensor(batch.lengths)
-    is_last_N = torch.zeros(len(batch.tokens_N), dtype=torch.bool)
-    is_last_N[lengths_B.cumsum(0) - 1] = True
-    return replace(batch, routes=Routes(recorded.taken[: len(is_last_N)], ~is_last_N.to(batch.tokens_N.device)))
+def counted(model: Transformer, batches: Sequence[Sequences], shape: ModelShape) -> tuple[list[Sequences], Tensor]:
+    """Returns sequences with the experts that the routers choose now, and how often they choose each, float64 [L E]; of
+    the last token of a row none counts."""
+    made, total_LE = [], torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        recorded = Routes()
+        forward(model, replace(batch, routes=recorded))
+        counts_N = torch.ones_like(batch.tokens_N, dtype=torch.bool)
+        counts_N[batch.last_B()] = False
+        routes = Routes(recorded.taken[: len(counts_N)], counts_N)
+        made.append(replace(batch, routes=routes))
+        total_LE = total_LE + routes.choices(shape.num_experts)
+    return made, total_LE
 
 
 def begin(

@@ -40,6 +40,7 @@ OF_LOSS = (
     "clip_low",
     "clip_high",
     "dual_clip",
+    "gate_temperatures",
     "aggregation",
     "kl_coef",
     "kl_estimator",
@@ -119,10 +120,12 @@ def fast_advantages(batch: Batch, rules: Rules, *, min_groups: int = 0) -> tuple
     made, sums = [], torch.zeros(4, dtype=torch.float64)
     for part in (slice(0, 1), slice(1, None)):
         scores, mask = batch.scores[part], batch.mask[part]
+        logprobs = (batch.old[part], batch.reference[part]) if rules.kl_in == "reward" else (None, None)
+        shaping["kl_coef"] = rules.kl_coef
         advantages, used, _ = group_advantages(
-            scores, mask, batch.ended[part], drop_equal_groups=rules.drop_equal_groups, **scaling, **shaping
+            scores, mask, batch.ended[part], *logprobs, drop_equal_groups=rules.drop_equal_groups, **scaling, **shaping
         )
-        sums += group_advantages_sums(scores, mask, used, **shaping)
+        sums += group_advantages_sums(scores, mask, used, *logprobs, **shaping)
         made.append((advantages, used))
     finished = [group_advantages_finish(*one, sums, min_groups=min_groups, **scaling) for one in made]
     return tuple(torch.cat(parts) for parts in zip(*finished, strict=True))
@@ -143,7 +146,7 @@ def fast_loss(batch: Batch, advantages: Tensor, used: Tensor, rules: Rules) -> T
             tensors["old"][part],
             flat[part],
             tensors["mask"][part],
-            ref_logprobs_BG=tensors["reference"][part] if rules.kl_coef else None,
+            ref_logprobs_BG=tensors["reference"][part] if rules.kl_coef and rules.kl_in == "loss" else None,
             generator_logprobs_BG=tensors["generator"][part] if corrects else None,
             **chosen(rules, OF_LOSS),
         )
@@ -181,6 +184,13 @@ VARIANTS = [
     {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.4},
     {"surrogate": "cispo", "clip_low": 0.3, "clip_high": 0.4, "kl_coef": 0.1},
     {"dual_clip": 1.5},
+    {"surrogate": "dppo", "clip_low": 0.02, "clip_high": 0.03},
+    {"surrogate": "sapo", "gate_temperatures": (1.5, 2.5), "aggregation": "seq-mean-token-mean"},
+    {"surrogate": "gmpo", "clip_low": 0.1, "clip_high": 0.1, "aggregation": "seq-mean-token-mean"},
+    {"surrogate": "reinforce", "scale": "none", "drop_equal_groups": True},  # GPG
+    {"scale": "mean"},  # MaxRL
+    {"kl_coef": 0.04, "kl_in": "reward", "scale": "batch", "drop_equal_groups": True},
+    {"kl_coef": 0.04, "kl_in": "reward", "overlong": "mask"},
     {"importance_weights": "token", "importance_cap": 1.2},
     {"importance_weights": "sequence", "rejection": "token", "rejection_range": (0.8, 1.3)},
     {"rejection": "sequence", "drop_equal_groups": True},

@@ -30,6 +30,12 @@ CASES = {
     "cdpo": ("dpo", ["dpo.label_smoothing=0.2", "dpo.beta=0.5"]),
     "ipo": ("dpo", ["dpo.loss=ipo", "dpo.beta=0.3"]),
     "ipo per token": ("dpo", ["dpo.loss=ipo", "dpo.per_token=true"]),
+    "hinge": ("dpo", ["dpo.loss=hinge", "dpo.beta=2"]),
+    "robust": ("dpo", ["dpo.loss=robust", "dpo.label_smoothing=0.2", "dpo.beta=0.5"]),
+    "apo zero": ("dpo", ["dpo.loss=apo_zero", "dpo.beta=0.5", "dpo.nll_coef=0.3"]),
+    "apo down": ("dpo", ["dpo.loss=apo_down", "dpo.beta=0.5"]),
+    "simpo": ("dpo", ["dpo.loss=simpo", "dpo.beta=2", "dpo.target_margin=1"]),
+    "orpo": ("dpo", ["dpo.loss=orpo", "dpo.nll_coef=1"]),
     "dpo per token": ("dpo", ["dpo.per_token=true", "dpo.beta=2"]),
 }
 ROWS = 12
@@ -67,7 +73,8 @@ def config_of(name: str, folder: Path) -> Config:
     main = "reward" if page == "reward_model" else "actor"
     words = [f"data.prompts={folder / 'rows.jsonl'}", "data.max_prompt=8", "generation.max_new_tokens=10"]
     words += ["rollout_batch=12", "mini_batch=4", "micro_batch=3", f"optimizer.{main}_lr=1e-2", f"{page}.epochs=2"]
-    words += [f"models.reference={folder / 'reference'}"] if page == "dpo" else []
+    alone = any(word in more for word in ("dpo.loss=simpo", "dpo.loss=orpo"))
+    words += [f"models.reference={folder / 'reference'}"] if page == "dpo" and not alone else []
     return presets.load(None, [*words, *more], str(folder / main), algorithm=page)
 
 

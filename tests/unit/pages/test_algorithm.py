@@ -12,6 +12,7 @@ from rlhf_spmd.__main__ import main
 from rlhf_spmd.algorithms import page, surrogates
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
+from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import algorithm_names, check_functions, load_algorithm
 from rlhf_spmd.pages.functions import bound
@@ -177,3 +178,13 @@ def test_options_of_a_page_are_typed(tmp_path):
             presets.load("tiny", [override], algorithm=path)
         assert all(word in str(error.value) for word in words), str(error.value)
         assert override.startswith("ppo.") or "ppo." not in str(error.value), "options of another algorithm are no help"
+
+
+@pytest.mark.parametrize("name", ["grpo", "dpo"])
+def test_the_options_of_every_variant_make_a_workflow(name):
+    for one in load_algorithm(name).module.VARIANTS:
+        words = [f"{name}.{word.replace('TOKENS', '2')}" for word in one.words.split()]
+        sizes = ["rollout_batch=16", "mini_batch=32"] if name == "grpo" else []
+        config = presets.load("tiny", [*words, *sizes], algorithm=name)
+        wants = name == "dpo" and one.name not in ("SimPO", "ORPO") or getattr(config.options, "kl_coef", 0) > 0
+        assert ("reference" in make_workload(config).workflow.models) == wants, one.name
