@@ -4,6 +4,7 @@ Face's names."""
 # N rows, I inner size
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -38,7 +39,7 @@ GATES: dict[str, tuple[Gate, Gate]] = {
     "silu": (silu_mul, swiglu),
     "gelu_pytorch_tanh": (_GeGLU.apply, _GeGLU.apply),
 }
-ACTIVATIONS: dict[str, Gate] = {"gelu": F.gelu}
+ACTIVATIONS: dict[str, Gate] = {"gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def steps(activation: str, *, plain: bool) -> tuple[Gate, Gate]:

@@ -22,6 +22,7 @@ from rlhf_spmd.model.families import (
     qwen3_moe,
     seed_oss,
     smollm3,
+    starcoder2,
 )
 
 FAMILIES = {
@@ -41,6 +42,7 @@ FAMILIES = {
     "glm": glm.FAMILY,
     "glm4": glm4.FAMILY,
     "gpt_neox": gpt_neox.FAMILY,
+    "starcoder2": starcoder2.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "olmoe": olmoe.FAMILY,

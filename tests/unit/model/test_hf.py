@@ -52,6 +52,7 @@ FAMILIES = {
     "olmo3": {"sliding_window": 4, "num_hidden_layers": 5, "pad_token_id": 0},
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "num_hidden_layers": 7},
     "gpt_neox": {"num_key_value_heads": 4, "rotary_pct": 0.5, "pad_token_id": 0},
+    "starcoder2": {"sliding_window": 6},
     "granite": {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8.0, "mlp_bias": True},
 }
 TOKENS_BT = torch.randint(3, 61, (3, 15), generator=torch.Generator().manual_seed(0))

@@ -110,6 +110,8 @@ CASES = {
     "glm4": ("glm4", {"head_dim": 16, "pad_token_id": 0, "attention_bias": False}),
     "gpt_neox": ("gpt_neox", NEOX | {"rotary_pct": 0.41}),
     "gpt_neox no biases": ("gpt_neox", NEOX | {"use_parallel_residual": False, "attention_bias": False}),
+    "starcoder2": ("starcoder2", {"sliding_window": 5}),
+    "starcoder2 no biases": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),

@@ -43,14 +43,32 @@ def test_the_logits_of_peft_and_the_folder_written_again(name, tmp_path):
     assert all(torch.equal(one, other) for path in again for one, other in zip(again[path], factors[path], strict=True))
 
 
-NEOX = {"layer_norm": True, "plain_mlp": True, "mlp_bias": True, "num_kv_heads": 4, "activation": "gelu"}
-WRITTEN = {  # family, fields of its models -> q, k and v in a folder, others, and the output of attention
-    "phi3": ({}, "model.layers.0.self_attn.qkv_proj", {"mlp.gate_up_proj", "mlp.down_proj"}, "self_attn.o_proj"),
+PLAIN = {"layer_norm": True, "plain_mlp": True, "mlp_bias": True, "attention_bias": True, "attention_output_bias": True}
+GELU = "gelu_pytorch_tanh"
+WRITTEN = {  # family, fields of its models, where a layer is in a folder, its matrices there -> ours
+    "phi3": (
+        {},
+        "model.layers.0.",
+        {
+            **{"self_attn.qkv_proj": "q_proj k_proj v_proj", "self_attn.o_proj": "o_proj"},
+            **{"mlp.gate_up_proj": "gate_proj up_proj", "mlp.down_proj": "down_proj"},
+        },
+    ),
     "gpt_neox": (
-        NEOX | {"parallel_residual": True},
-        "gpt_neox.layers.0.attention.query_key_value",
-        {"mlp.dense_h_to_4h", "mlp.dense_4h_to_h"},
-        "attention.dense",
+        PLAIN | {"num_kv_heads": 4, "parallel_residual": True, "activation": "gelu"},
+        "gpt_neox.layers.0.",
+        {
+            **{"attention.query_key_value": "q_proj k_proj v_proj", "attention.dense": "o_proj"},
+            **{"mlp.dense_h_to_4h": "up_proj", "mlp.dense_4h_to_h": "down_proj"},
+        },
+    ),
+    "starcoder2": (
+        PLAIN | {"activation": GELU, "sliding_window": 5, "sliding_layers": (0, 1)},
+        "model.layers.0.",
+        {
+            **{"mlp.c_fc": "up_proj", "mlp.c_proj": "down_proj"},
+            **{f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
+        },
     ),
 }
 
@@ -59,17 +77,16 @@ WRITTEN = {  # family, fields of its models -> q, k and v in a folder, others, a
 @pytest.mark.parametrize("targets", [LINEAR_LAYERS, ("q_proj", "v_proj", "up_proj", "down_proj")], ids=len)
 def test_adapters_are_written_under_the_names_of_a_family(targets, family, tmp_path):
     """Those of matrices that are one in a folder as one."""
-    fields, several, others, output = WRITTEN[family]
+    fields, place, matrices = WRITTEN[family]
     base = write_model(tmp_path / "base", model_type=family, **fields)
     model = hf.load_model(base, head="lm").with_adapters(Adapters(2, 5.0, targets, rslora=len(targets) < 7))
     state = {key: one for key, one in model.state_dict().items() if key in model.trained_names()}
     for one in state.values():
         one.normal_(generator=torch.Generator().manual_seed(1))
     save_adapter(state, model, tmp_path / "adapter", hf.Texts(base), base=base)
-    place, *inner = several.rpartition(".0.")
-    layers = {path.removeprefix(f"{place}.0.") for path in read_adapter(tmp_path / "adapter")[1] if ".0." in path}
-    assert layers == {inner[-1], *others} | ({output} if "o_proj" in targets else set())
-    with pytest.raises(UserError, match=f"{several}, which is several matrices .* merge it"):
+    layers = {path for path in read_adapter(tmp_path / "adapter")[1] if ".0." in path}
+    assert layers == {place + name for name, ours in matrices.items() if {*ours.split()} & {*targets}}
+    with pytest.raises(UserError, match=f"{place}{next(iter(matrices))}, which is (several|a) matri.* run; merge it"):
         load_any(str(tmp_path / "adapter"), head="lm", dtype=torch.float32)
     merge(tmp_path / "adapter", tmp_path / "merged")
     merged, tokens_BT = hf.load_model(tmp_path / "merged", head="lm"), torch.arange(12).view(2, 6)

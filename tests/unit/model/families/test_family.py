@@ -51,6 +51,7 @@ def test_every_switch_and_window_of_a_page_is_read_and_written(name):
         ("after", "qk_norm qk_norm_of_all"),
         ("both", "qk_norm"),
         ("before", "layer_norm plain_mlp mlp_bias"),
+        ("before", "layer_norm plain_mlp"),
     ],
 )
 def test_a_shape_has_a_family_that_keeps_all_of_it(norms, flags):
