@@ -18,7 +18,7 @@ from rlhf_spmd.plan.workload import SHAPES, ModelShape
 LONGEST = 2**17  # tokens of a sequence of a model with random weights
 SIZES = (  # that ModelShape and ModelConfig have
     *("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
-    *("norms", "num_experts", "experts_per_token", "expert_size", "num_dense_layers"),
+    *("norms", "num_positions", "num_experts", "experts_per_token", "expert_size", "num_dense_layers"),
 )
 FLAGS = {  # fields of ModelShape -> those of ModelConfig
     "qkv_bias": "attention_bias",
@@ -66,13 +66,13 @@ def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelCo
     """
     flags: dict[str, Any] = {field: getattr(shape, name) for name, field in FLAGS.items()}
     flags["norm_topk"] = mixture = bool(shape.num_experts)
-    family = family_with(flags, mixture=mixture, norms=shape.norms)
+    family = family_with(flags, mixture=mixture, norms=shape.norms, learned=bool(shape.num_positions))
     return ModelConfig(
         family,
         activation=FAMILIES[family].activation[1],
         **{name: getattr(shape, name) for name in SIZES} | {"num_layers": num_layers},
         **dict.fromkeys(FAMILIES[family].always, True) | flags,
-        max_position_embeddings=longest,
+        max_position_embeddings=shape.num_positions - (FAMILIES[family].positions or 0) or longest,
         tie_embeddings=shape.tied,
     )
 

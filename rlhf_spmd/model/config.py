@@ -132,6 +132,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)  # Hugging Face's keys; None: plain rope
     max_position_embeddings: int = 2048
+    num_positions: int = 0  # rows of a table of learned positions, in the place of rope; the last ones are used
     tie_embeddings: bool = False
     attention_bias: bool = False  # on q, k and v
     attention_output_bias: bool = False
@@ -234,7 +235,7 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> str | None:
         """Returns which rope turns the queries and keys of this layer; None: they are not turned."""
-        if layer in self.layers_without_rope:
+        if layer in self.layers_without_rope or self.num_positions:
             return None
         return LOCAL_ROPE if self.local_rope_theta and layer in self.sliding_layers else ROPE
 
@@ -254,6 +255,10 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
     key, *names = family.activation
     if values.get(key, names[0]) not in names:
         raise UserError(f"{key} {values[key]!r} is not supported; supported is {names[0]}")
+    for key, wanted in family.needed.items():
+        wanted = values.get(wanted) if isinstance(wanted, str) else wanted
+        if values.get(key) not in (None, wanted):
+            raise UserError(f"{key} {values[key]!r} is not supported; supported is {wanted}")
     for key in family.refused:
         if values.get(key):
             raise UserError(f"{key} {values[key]!r} is not supported; use a model without it")
@@ -263,6 +268,8 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
     hidden_size, num_heads = (integer(values, keys[key]) for key in ("hidden_size", "num_attention_heads"))
     if values.get("head_dim") is None:
         values["head_dim"] = hidden_size // max(num_heads, 1)
+    if values.get(keys["intermediate_size"]) is None and keys["intermediate_size"] in family.defaults:
+        values[keys["intermediate_size"]] = 4 * hidden_size
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = num_heads
     sizes: dict[str, Any] = {name: integer(values, keys[key]) for key, name in _SIZES.items()}
@@ -270,7 +277,7 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
     theta, scaling, rotary_factor = rope_in(values, family)
     without_rope = layers_without_rope_in(values, family, sizes["num_layers"])
     sliding_window, sliding_layers = windows_in(values, family, sizes["num_layers"], without_rope)
-    eos = values.get("eos_token_id")
+    eos, context = values.get("eos_token_id"), integer(values, keys["max_position_embeddings"])
     switches = {field: bool(values.get(key, False)) for key, fields in family.switches.items() for field in fields}
     return ModelConfig(
         model_type=name,
@@ -286,7 +293,8 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         rms_norm_eps=number(values, keys["rms_norm_eps"]),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=integer(values, keys["max_position_embeddings"]),
+        max_position_embeddings=context,
+        num_positions=0 if family.positions is None else context + family.positions,
         tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
@@ -305,7 +313,7 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
     dtype: as transformers names it, e.g. "float32".
     """
     family, eos = FAMILIES[config.model_type], config.eos_token_ids
-    architecture = f"{family.prefix}ForCausalLM"
+    architecture = f"{family.prefix}{family.causal}"
     if head == "scalar":
         architecture = f"{family.classifier or family.prefix}ForSequenceClassification"
     scaling = {key: value for key, value in (config.rope_scaling or {}).items() if key != "type"}
@@ -339,6 +347,8 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
     if config.local_rope_theta is not None:
         values["rope_local_base_freq"] = config.local_rope_theta
     values |= _sliding_to_hf(config, family) | _experts_to_hf(config, family) | config.kept
+    if config.num_positions:
+        values = {key: value for key, value in values.items() if not key.startswith("rope_")}
     values |= {theirs: values.pop(key) for key, theirs in family.keys.items()}
     if head == "scalar":
         values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -39,7 +39,8 @@ GATES: dict[str, tuple[Gate, Gate]] = {
     "silu": (silu_mul, swiglu),
     "gelu_pytorch_tanh": (_GeGLU.apply, _GeGLU.apply),
 }
-ACTIVATIONS: dict[str, Gate] = {"gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+_TANH = partial(F.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, Gate] = {"gelu": F.gelu, "gelu_pytorch_tanh": _TANH, "gelu_new": _TANH, "relu": F.relu}
 
 
 def steps(activation: str, *, plain: bool) -> tuple[Gate, Gate]:

@@ -27,6 +27,7 @@ class Part:
 
     name: Hugging Face's usual one, by which it is read.
     shape: of the tensor of the folder.
+    transposed: whether its columns are our rows.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Part:
     whole: bool = True
     inside: str = ""
     at: int = 0
+    transposed: bool = False
 
     @property
     def there(self) -> str:
@@ -44,6 +46,12 @@ class Part:
 
     def slices(self, part: tuple[slice, ...], num_rows: int) -> tuple[slice, ...] | None:
         """Returns what to read of it for a part of our tensor, which has `num_rows` rows; None: nothing."""
+        found = self._slices(part, num_rows)
+        if found is None or found == ALL or not self.transposed:
+            return found
+        return (*found[1:], slice(None))[0], found[0]
+
+    def _slices(self, part: tuple[slice, ...], num_rows: int) -> tuple[slice, ...] | None:
         if self.whole:
             return part
         start, stop, _ = part[0].indices(num_rows)
@@ -79,6 +87,7 @@ def parts_of(
     family, shape = FAMILIES[config.model_type], shapes[name]
     module, _, kind = name.rpartition(".")
     *layer, matrix = module.split(".", 2)
+    is_turned = family.transposed and bool(layer) and len(shape) == 2
     for joint, rows in family.joint.items():
         if matrix in rows:
             of_layer = {inner: f"{'.'.join(layer)}.{inner}.{kind}" for inner in (joint, *rows)}
@@ -87,13 +96,14 @@ def parts_of(
             number, block = rows.index(matrix), sum(above)
             size, at = torch.Size((block * num, *shape[1:])), sum(above[:number])
             inside, own = to_hf_name(of_layer[joint]), above[number]
+            size = size[::-1] if is_turned else size
             return [
-                Part(f"{to_hf_name(name)}/{i}", size, i * own, own, whole=False, inside=inside, at=i * block + at)
+                Part(f"{to_hf_name(name)}/{i}", size, i * own, own, False, inside, i * block + at, is_turned)
                 for i in range(num)
             ]
     names = family.tensors.get(matrix, ()) if layer else ()
     if not names:
-        return [Part(to_hf_name(name), shape)]
+        return [Part(to_hf_name(name), shape[::-1] if is_turned else shape, transposed=is_turned)]
     place, of_experts = f"{BODY}{'.'.join(layer)}.", "{}" in names[0]
     num = config.num_experts if of_experts else 1
     apart = [f"{place}{inner}.weight".format(expert) for expert in range(num) for inner in names]
@@ -118,6 +128,7 @@ def table_of(
 def joined(parts: Iterable[Part], tensors: dict[str, Tensor]) -> Tensor:
     """Takes the parts that were read out of `tensors` -> our tensor, or the part of it."""
     read = [(part, tensors.pop(part.name)) for part in parts if part.name in tensors]
+    read = [(part, tensor.T.contiguous() if part.transposed else tensor) for part, tensor in read]
     if len(read) == 1 and (read[0][0].whole or read[0][0].inside):
         return read[0][1]
     return torch.cat([tensor if part.inside else tensor.flatten(0, -2) for part, tensor in read])
@@ -129,12 +140,16 @@ def stored_of(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     family = FAMILIES[config.model_type]
     shapes = {name: tensor.shape for name, tensor in state.items()}
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    turned = set[str]()
     for name, tensor in state.items():
         for part in parts_of(name, shapes, config):
             rows = tensor if part.whole else tensor[part.first : part.first + part.num_rows]
-            pieces.setdefault(stored_name(part.there, family), []).append((part.at, rows))
+            there = stored_name(part.there, family)
+            pieces.setdefault(there, []).append((part.at, rows))
+            turned |= {there} if part.transposed else set()
     in_order = {name: [rows for _, rows in sorted(few, key=itemgetter(0))] for name, few in pieces.items()}
-    return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in in_order.items()}
+    stored = {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in in_order.items()}
+    return {name: one.T if name in turned else one for name, one in stored.items()}
 
 
 def ours_of(stored: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], config: ModelConfig) -> dict[str, Tensor]:

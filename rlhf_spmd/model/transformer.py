@@ -247,6 +247,8 @@ class Transformer(nn.Module):
         with torch.device("meta"):
             if parallel.is_first or (unembeds and config.tie_embeddings):
                 self.embed_tokens = Embedding(vocabulary, config.hidden_size, parallel.group)
+            if parallel.is_first and config.num_positions:
+                self.embed_positions = nn.Embedding(config.num_positions, config.hidden_size)
             layers = layers_of(config, shard)
             self.layers = nn.ModuleDict({str(layer): Layer(config, layer, parallel) for layer in layers})
             if parallel.is_last:
@@ -414,7 +416,13 @@ class Transformer(nn.Module):
         x = self.embed_tokens(tokens.clamp_min(0), packed=context.packed)
         if self.config.scales_embeddings:
             x = x * torch.tensor(self.config.hidden_size**0.5).to(x.dtype)
-        return scaled(x, self.config.embedding_scale)
+        x = scaled(x, self.config.embedding_scale)
+        if not self.config.num_positions:
+            return x
+        places = context.positions + (self.config.num_positions - self.config.max_position_embeddings)
+        if context.packed:
+            places = places.chunk(self.parallel.shard.tp)[self.parallel.shard.tp_index]
+        return x + self.embed_positions(places)
 
     def rotations(self, context: AttentionContext, dtype: torch.dtype) -> Turns:
         """Returns what turns all tokens, for the layers."""

@@ -46,6 +46,7 @@ class ModelShape:
     norms: str = "before"
     layer_norm: bool = False
     plain_mlp: bool = False
+    num_positions: int = 0
     adapters: Adapters | None = None
     num_experts: int = 0
     experts_per_token: int = 0
@@ -113,7 +114,7 @@ class ModelShape:
         layers = self.num_layers * (attention + num_norms(self.norms) * norm + normed)
         layers += (self.num_layers - self.num_sparse_layers) * mlp + self.num_sparse_layers * mixture
         head = h if self.scalar_head else 0 if self.tied else self.vocab_size * h
-        return self.vocab_size * h + layers + norm + head
+        return (self.vocab_size + self.num_positions) * h + layers + norm + head
 
 
 def _llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> ModelShape:

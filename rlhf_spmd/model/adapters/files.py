@@ -95,7 +95,7 @@ def check_base(
 ) -> None:
     """Checks that an adapter fits a base, given the shapes of its tensors by Hugging Face's names: those of the model
     with the adapter's head. Raises UserError, to which the caller prefixes the folders."""
-    layers = [name.removesuffix(".weight") for name, shape in base.items() if _is_layer(name, shape)]
+    layers = [name.removesuffix(".weight") for name, shape in base.items() if is_layer(name, shape)]
     layers += [path for path in OUTER if path in factors and f"{path}.weight" in base]
     if lacking := [path for path in layers if config.adapts(path) and path not in factors]:
         raise UserError(f"its target_modules name {lacking[0]}, for which it has no factors; copy its files again")
@@ -111,7 +111,7 @@ def check_base(
             )
 
 
-def _is_layer(name: str, shape: Size) -> bool:
+def is_layer(name: str, shape: Size) -> bool:
     """Returns whether a tensor is the weight of a linear layer that can be adapted: not the embeddings, and no head."""
     return any(map(str.isdigit, name.split("."))) and name.endswith(".weight") and len(shape) == 2
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf, weights
 from rlhf_spmd.model.adapters.config import OUTER, AdapterConfig, base_of
-from rlhf_spmd.model.adapters.files import check_base, read_adapter
+from rlhf_spmd.model.adapters.files import check_base, is_layer, read_adapter
 from rlhf_spmd.model.adapters.uniform import is_whole, model_files
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.model.families import FAMILIES
@@ -72,13 +72,14 @@ def merge_into(
     state = {to_hf_name(name): weight for name, weight in ours.items()}
     if differs := bool(family.joint or family.layer_names):
         state = stored_of(ours, model.config)
-    check_base(config, factors, saved, {name: weight.shape for name, weight in state.items()})
+    sides = {name: one.T if family.transposed and is_layer(name, one.shape) else one for name, one in state.items()}
+    check_base(config, factors, saved, {name: weight.shape for name, weight in sides.items()})
     num_updated = num_lost = 0
     dtype = next(iter(state.values())).dtype
     for name, tensor in saved.items():
         state[name].copy_(tensor)
     for path, (a, b) in factors.items():
-        weight = state[f"{path}.weight"]
+        weight = sides[f"{path}.weight"]
         updated, lost = _add(weight, a, b, config.scale_of(path))
         num_updated, num_lost = num_updated + updated, num_lost + lost
     if differs:

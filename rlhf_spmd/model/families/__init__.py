@@ -8,6 +8,7 @@ from rlhf_spmd.model.families import (
     gemma3_text,
     glm,
     glm4,
+    gpt2,
     gpt_neox,
     granite,
     llama,
@@ -42,6 +43,7 @@ FAMILIES = {
     "glm": glm.FAMILY,
     "glm4": glm4.FAMILY,
     "gpt_neox": gpt_neox.FAMILY,
+    "gpt2": gpt2.FAMILY,
     "starcoder2": starcoder2.FAMILY,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
@@ -49,13 +51,14 @@ FAMILIES = {
 }
 
 
-def family_with(fields: Mapping[str, bool], *, mixture: bool, norms: str) -> str:
+def family_with(fields: Mapping[str, bool], *, mixture: bool, norms: str, learned: bool = False) -> str:
     """Returns the first family that has models, or mixtures, with these fields of `ModelConfig`, whatever others it
-    implies, and norms at these places."""
+    implies, norms at these places, and rope or learned positions."""
     true = {field for field, value in fields.items() if value}
     for name, family in FAMILIES.items():
         keyed = [group for group in family.switches.values() if {*group} <= true]
         implied = {*family.always}.union(*keyed) & fields.keys()
-        if implied == true and (bool(family.sizes), family.norms) == (mixture, norms):
+        kind = bool(family.sizes), family.norms, family.positions is not None
+        if implied == true and kind == (mixture, norms, learned):
             return name
     raise AssertionError(f"no family has {', '.join(true)}")

@@ -22,6 +22,7 @@ class Family:
     """One family of models. Keys are those of config.json, fields those of `ModelConfig`; the layers know fields only.
 
     prefix: of transformers' classes: that of LlamaForCausalLM is Llama.
+    causal: the end of the name of its class for language models.
     classifier: the prefix of its class for sequence classification, if that is another one.
     defaults: what transformers takes for keys that are missing.
     always: fields that are true in every model.
@@ -29,6 +30,7 @@ class Family:
     keys: Hugging Face's usual keys -> the keys of this family.
     activation: the key of the activation and its names; the first of them is written.
     refused: keys that ask for what no layer has.
+    needed: keys that may say this alone, or what another key says.
     numbers: keys of multipliers and scales -> the fields that they give; positive, the same type is written again.
     norms: where a block is normed (plan/norms.py).
     full_step: without layer_types, from one layer with full attention to the next, if sliding_window_pattern does not
@@ -37,11 +39,13 @@ class Family:
     without_rope: the key that has a 0 for each layer without rope, else a 1, and the key of the step from one such
         layer to the next, for a list that is missing.
     partial_rotary: the key of the share of a head's dims that rope turns; empty: it turns all.
+    positions: rows of a table of learned positions before that of the first token; None: rope.
     kept: keys that are written as they were read.
     joint: matrices in a folder -> ours, one below the other, that are its rows; with joint_by_head this for each
         key-value head.
     names: modules outside of layers, by Hugging Face's usual names, -> their names in a folder; `model`: around them.
     layer_names: the same of modules inside a layer.
+    transposed: whether matrices of layers are stored [inputs, outputs].
     computed: ends of names of tensors in a folder that are no weights.
     even_heads: whether transformers refuses a hidden size that is not a multiple of the number of heads.
 
@@ -55,6 +59,7 @@ class Family:
     """
 
     prefix: str
+    causal: str = "ForCausalLM"
     classifier: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     always: tuple[str, ...] = ()
@@ -62,17 +67,20 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     activation: tuple[str, ...] = ("hidden_act", "silu")
     refused: tuple[str, ...] = ()
+    needed: Mapping[str, Any] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
     norms: str = "before"
     full_step: int = 0
     windows: tuple[str, ...] = ()
     without_rope: tuple[str, ...] = ()
     partial_rotary: str = ""
+    positions: int | None = None
     kept: tuple[str, ...] = ()
     joint: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     joint_by_head: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     layer_names: Mapping[str, str] = field(default_factory=dict)
+    transposed: bool = False
     computed: tuple[str, ...] = ()
     even_heads: bool = False
     sizes: Mapping[str, str] = field(default_factory=dict)

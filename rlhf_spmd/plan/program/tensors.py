@@ -147,6 +147,8 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
     embedding_stages: Literal["ends", "first"] = "ends" if shape.tied and not shape.scalar_head else "first"
     table = [Weight("embed_tokens.weight", 1, shape.vocab_size, hidden, cut="rows", stages=embedding_stages)]
 
+    if shape.num_positions:
+        table.append(Weight("embed_positions.weight", 1, shape.num_positions, hidden, stages="first"))
     sparse = (shape.num_dense_layers, num) if shape.num_experts else None
 
     def norm(name: str | None, size: int) -> None:

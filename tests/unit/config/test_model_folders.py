@@ -25,6 +25,11 @@ FAMILIES = [
     {"model_type": "olmo2", "num_kv_heads": 2, "qk_norm": True, "qk_norm_of_all": True, "norms": "after"},
     {"model_type": "qwen3", "num_kv_heads": 4, "qk_norm": True, "attention_bias": True, "attention_output_bias": True},
     {
+        **{"model_type": "gpt2", "num_kv_heads": 4, "layer_norm": True, "plain_mlp": True, "mlp_bias": True},
+        **{"attention_bias": True, "attention_output_bias": True, "activation": "gelu_new"},
+        **{"max_position_embeddings": 30, "num_positions": 30},
+    },
+    {
         **{"model_type": "gpt_neox", "num_kv_heads": 4, "layer_norm": True, "plain_mlp": True, "mlp_bias": True},
         "activation": "gelu",
     },

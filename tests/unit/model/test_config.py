@@ -43,6 +43,8 @@ def test_old_configs_mean_the_same():
     pythia = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"} | {"rotary_emb_base": 5000}
     pythia = from_hf({"model_type": "gpt_neox", **pythia, "rotary_pct": 0.2, "layer_norm_eps": 1e-3})
     assert (pythia.num_kv_heads, pythia.rotary_dim, pythia.rope_theta, pythia.rms_norm_eps) == (6, 2, 5000, 1e-3)
+    gpt2 = from_hf({"model_type": "gpt2", "vocab_size": 9, "n_embd": 12, "n_layer": 1, "n_head": 2, "n_positions": 7})
+    assert (gpt2.intermediate_size, gpt2.num_positions, gpt2.max_position_embeddings) == (48, 7, 7)
     missing = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
     assert from_hf({"model_type": "llama", **missing}).num_kv_heads == 6
 
@@ -60,7 +62,7 @@ def test_older_names_of_longrope():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "gpt2"}, "'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "bloom"}, "'bloom' is not supported; supported are llama, mistral, qwen2, qwen3"),
         ({"model_type": None}, "supported are llama"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"hidden_size": None}, "'hidden_size' is None"),
@@ -70,7 +72,7 @@ def test_older_names_of_longrope():
         ({"head_dim": 7}, "head_dim is 7"),
         ({"num_attention_heads": 8, "head_dim": 8}, "not a multiple"),
         ({"quantization_config": {"bits": 4}}, "its weights are quantised .* (quantization_config); use the original"),
-        ({"quantization": {"bits": 4}, "model_type": "gpt2"}, "'gpt2' is not supported; its weights are quantised"),
+        ({"quantization": {"bits": 4}, "model_type": "bloom"}, "'bloom' is not supported; its weights are quantised"),
         ({"model_type": "gemma3", "vision_config": {"x": 1}}, "'gemma3' is not .*; it has a tower .*vision_config"),
         ({"vision_config": {"x": 1}}, "it has a tower for images or sounds (vision_config); use a model of text"),
         ({"model_type": "voxtral", "audio_config": {"x": 1}}, "'voxtral' .*; it has a tower .*audio_config.*; use a"),
@@ -102,6 +104,8 @@ def test_older_names_of_longrope():
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not"),
         ({"model_type": "gemma3", "text_config": {}}, "model_type 'gemma3' is not supported; supported are"),
         ({"model_type": "gpt_neox", "layer_norm_eps": None}, "'layer_norm_eps' is None"),
+        ({"model_type": "gpt2", "scale_attn_weights": False}, "scale_attn_weights False is not supported"),
+        ({"model_type": "gpt2", "n_head": "x"}, "'n_embd' is None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ],
 )

@@ -53,6 +53,7 @@ FAMILIES = {
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "num_hidden_layers": 7},
     "gpt_neox": {"num_key_value_heads": 4, "rotary_pct": 0.5, "pad_token_id": 0},
     "starcoder2": {"sliding_window": 6},
+    "gpt2": {"num_key_value_heads": 4, "n_inner": None, "pad_token_id": 0},
     "granite": {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8.0, "mlp_bias": True},
 }
 TOKENS_BT = torch.randint(3, 61, (3, 15), generator=torch.Generator().manual_seed(0))
@@ -143,12 +144,15 @@ def test_loads_what_transformers_saved_and_back(case, tmp_path):
 
 
 @pytest.mark.parametrize("shard", [Shard(1, 2), Shard(tp=2, tp_index=1)], ids=str)
-@pytest.mark.parametrize(("case", "end"), [("phi3", "qkv_proj.weight"), ("gpt_neox", "query_key_value.bias")])
+@pytest.mark.parametrize(
+    ("case", "end"), [("phi3", "qkv_proj.weight"), ("gpt_neox", "query_key_value.bias"), ("gpt2", "c_attn.weight")]
+)
 def test_a_shard_reads_its_own_rows_of_joint_matrices_alone(case, end, shard, tmp_path, monkeypatch):
     model = theirs(case)
     model.save_pretrained(tmp_path)
     whole, reads = hf.load_model(tmp_path, head="lm"), []
     ((_, joint),) = [(name, one) for name, one in model.state_dict().items() if ".1." in name and name.endswith(end)]
+    joint = joint.T if case == "gpt2" else joint
     assert torch.equal(whole.state_dict()[f"layers.1.self_attn.v_proj.{end.split('.')[1]}"][-8:], joint[-8:])
     read = hf.weights.read_weights
     monkeypatch.setattr(hf.weights, "read_weights", lambda *given: reads.append(read(*given)) or dict(reads[-1]))
@@ -178,7 +182,7 @@ def test_shards(folder, tmp_path, save_in_shards):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "llama tied", "mistral", "qwen2 tied", "qwen3", "phi3", "gemma3_text", "gpt_neox"]
+    "case", ["llama", "llama tied", "mistral", "qwen2 tied", "qwen3", "phi3", "gemma3_text", "gpt_neox", "gpt2"]
 )
 def test_reward_models_both_ways(case, tmp_path):
     """AutoModelForSequenceClassification pools the last real token of what we wrote, even where it ends a sequence."""
@@ -326,7 +330,7 @@ NORM = "model.norm.weight"
 BAD = {
     "no config": (lambda path: (path / "config.json").unlink(), r"config\.json does not exist"),
     "config not json": (lambda path: (path / "config.json").write_bytes(b"{"), r"config\.json cannot be read"),
-    "family": (edit_config(model_type="gpt2"), r"config\.json: model_type 'gpt2'.*llama, mistral, qwen2, qwen3"),
+    "family": (edit_config(model_type="bloom"), r"config\.json: model_type 'bloom'.*llama, mistral, qwen2, qwen3"),
     "eps": (edit_config(rms_norm_eps="tiny"), r"config\.json: 'rms_norm_eps' is 'tiny', but"),
     "eos of generation": (
         lambda path: (path / "generation_config.json").write_text('{"eos_token_id": 0.5}', encoding="utf-8"),

@@ -62,6 +62,14 @@ WRITTEN = {  # family, fields of its models, where a layer is in a folder, its m
             **{"mlp.dense_h_to_4h": "up_proj", "mlp.dense_4h_to_h": "down_proj"},
         },
     ),
+    "gpt2": (
+        PLAIN | {"num_kv_heads": 4, "activation": "gelu_new", "num_positions": 64},
+        "transformer.h.0.",
+        {
+            **{"attn.c_attn": "q_proj k_proj v_proj", "attn.c_proj": "o_proj"},
+            **{"mlp.c_fc": "up_proj", "mlp.c_proj": "down_proj"},
+        },
+    ),
     "starcoder2": (
         PLAIN | {"activation": GELU, "sliding_window": 5, "sliding_layers": (0, 1)},
         "model.layers.0.",

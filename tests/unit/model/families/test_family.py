@@ -32,7 +32,8 @@ def test_every_switch_and_window_of_a_page_is_read_and_written(name):
     family = FAMILIES[name]
     for turned in itertools.product((False, True), repeat=len(family.switches)):
         switches = dict(zip(family.switches, turned, strict=True))
-        values = {"model_type": name, **SMALL, **MIXTURE, **switches, "sliding_window": 5, "use_sliding_window": True}
+        sizes = {family.keys.get(key, key): value for key, value in SMALL.items()}
+        values = {"model_type": name, **sizes, **MIXTURE, **switches, "sliding_window": 5, "use_sliding_window": True}
         config = from_hf(values | {"max_window_layers": 1, "no_rope_layer_interval": 2})
         on = {*family.always}.union(*(fields for key, fields in family.switches.items() if switches[key]))
         assert all(getattr(config, field) == (field in on) for field in FLAGS.values())
@@ -52,13 +53,16 @@ def test_every_switch_and_window_of_a_page_is_read_and_written(name):
         ("both", "qk_norm"),
         ("before", "layer_norm plain_mlp mlp_bias"),
         ("before", "layer_norm plain_mlp"),
+        ("before", "layer_norm plain_mlp qkv_bias output_bias mlp_bias num_positions"),
     ],
 )
 def test_a_shape_has_a_family_that_keeps_all_of_it(norms, flags):
     flags = set(flags.split())
-    shape = replace(ModelShape(2, 48, 80, 6, 2, 8, 61, norms=norms), **dict.fromkeys(flags, True))
+    learned = {"num_positions": 7} if "num_positions" in flags else {}
+    flags -= {*learned}
+    shape = replace(ModelShape(2, 48, 80, 6, 2, 8, 61, norms=norms, **learned), **dict.fromkeys(flags, True))
     config = model_config_of(shape, 3, LONGEST)
-    assert (config.num_layers, config.norms) == (3, norms)
+    assert (config.num_layers, config.norms, config.num_positions) == (3, norms, shape.num_positions)
     assert {name for name, field in FLAGS.items() if getattr(config, field)} == flags
     if not FAMILIES[config.model_type].full_step:  # a shape has no windows
         assert from_hf(to_hf(config, head="lm", dtype="float32")) == config

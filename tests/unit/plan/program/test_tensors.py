@@ -36,6 +36,9 @@ FAMILIES = {
     "gpt_neox": dataclasses.replace(
         LLAMA, model_type="gpt_neox", layer_norm=True, plain_mlp=True, activation="gelu", mlp_bias=True
     ),
+    "gpt2": dataclasses.replace(
+        LLAMA, model_type="gpt2", layer_norm=True, plain_mlp=True, activation="gelu_new", num_positions=9
+    ),
     "mixture": dataclasses.replace(
         LLAMA,
         model_type="olmoe",
@@ -66,6 +69,7 @@ def shape_of(config: ModelConfig, head: str) -> ModelShape:
         qk_norm=config.qk_norm,
         qk_norm_of_all=config.qk_norm_of_all,
         norms=config.norms,
+        num_positions=config.num_positions,
         layer_norm=config.layer_norm,
         plain_mlp=config.plain_mlp,
         num_experts=config.num_experts,

@@ -31,6 +31,7 @@ FEW += (
     "longrope beyond",
     "olmo3",
     "gpt_neox",
+    "gpt2",
     "linear",
     "dynamic",
     "yarn",
