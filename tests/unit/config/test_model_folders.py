@@ -30,6 +30,10 @@ FAMILIES = [
         **{"max_position_embeddings": 30, "num_positions": 30},
     },
     {
+        **{"model_type": "opt", "num_kv_heads": 4, "layer_norm": True, "plain_mlp": True, "activation": "relu"},
+        **{"max_position_embeddings": 30, "num_positions": 32},
+    },
+    {
         **{"model_type": "gpt_neox", "num_kv_heads": 4, "layer_norm": True, "plain_mlp": True, "mlp_bias": True},
         "activation": "gelu",
     },

@@ -54,6 +54,7 @@ FAMILIES = {
     "gpt_neox": {"num_key_value_heads": 4, "rotary_pct": 0.5, "pad_token_id": 0},
     "starcoder2": {"sliding_window": 6},
     "gpt2": {"num_key_value_heads": 4, "n_inner": None, "pad_token_id": 0},
+    "opt": {"num_key_value_heads": 4, "ffn_dim": 52, "pad_token_id": 0, "eos_token_id": 3},
     "granite": {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8.0, "mlp_bias": True},
 }
 TOKENS_BT = torch.randint(3, 61, (3, 15), generator=torch.Generator().manual_seed(0))

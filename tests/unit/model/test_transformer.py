@@ -45,6 +45,7 @@ MULTIPLIERS = {
     "tie_word_embeddings": True,
 }
 NEOX = {"num_key_value_heads": 6, "pad_token_id": 0, "eos_token_id": None}
+OPT = {"num_key_value_heads": 6, "ffn_dim": 84, "pad_token_id": 0}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.5],
@@ -114,6 +115,8 @@ CASES = {
     "starcoder2": ("starcoder2", {"sliding_window": 5}),
     "starcoder2 no biases": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "gpt2": ("gpt2", {"num_key_value_heads": 6, "n_inner": 84}),
+    "opt": ("opt", OPT),
+    "opt no biases": ("opt", OPT | {"enable_bias": False, "tie_word_embeddings": False}),
     "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
@@ -197,6 +200,7 @@ def test_logits_equal_transformers(case):
         "glm",
         "gpt_neox",
         "gpt2",
+        "opt",
         "yarn",
     ],
 )

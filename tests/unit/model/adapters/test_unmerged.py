@@ -70,6 +70,14 @@ WRITTEN = {  # family, fields of its models, where a layer is in a folder, its m
             **{"mlp.c_fc": "up_proj", "mlp.c_proj": "down_proj"},
         },
     ),
+    "opt": (
+        PLAIN | {"num_kv_heads": 4, "activation": "relu", "num_positions": 66},
+        "model.decoder.layers.0.",
+        {
+            **{"fc1": "up_proj", "fc2": "down_proj", "self_attn.out_proj": "o_proj"},
+            **{f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj")},
+        },
+    ),
     "starcoder2": (
         PLAIN | {"activation": GELU, "sliding_window": 5, "sliding_layers": (0, 1)},
         "model.layers.0.",
@@ -94,7 +102,7 @@ def test_adapters_are_written_under_the_names_of_a_family(targets, family, tmp_p
     save_adapter(state, model, tmp_path / "adapter", hf.Texts(base), base=base)
     layers = {path for path in read_adapter(tmp_path / "adapter")[1] if ".0." in path}
     assert layers == {place + name for name, ours in matrices.items() if {*ours.split()} & {*targets}}
-    with pytest.raises(UserError, match=f"{place}{next(iter(matrices))}, which is (several|a) matri.* run; merge it"):
+    with pytest.raises(UserError, match=f"{place}({'|'.join(matrices)}), which is (several|a) matri.* run; merge it"):
         load_any(str(tmp_path / "adapter"), head="lm", dtype=torch.float32)
     merge(tmp_path / "adapter", tmp_path / "merged")
     merged, tokens_BT = hf.load_model(tmp_path / "merged", head="lm"), torch.arange(12).view(2, 6)

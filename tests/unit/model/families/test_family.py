@@ -54,6 +54,7 @@ def test_every_switch_and_window_of_a_page_is_read_and_written(name):
         ("before", "layer_norm plain_mlp mlp_bias"),
         ("before", "layer_norm plain_mlp"),
         ("before", "layer_norm plain_mlp qkv_bias output_bias mlp_bias num_positions"),
+        ("before", "layer_norm plain_mlp num_positions"),
     ],
 )
 def test_a_shape_has_a_family_that_keeps_all_of_it(norms, flags):

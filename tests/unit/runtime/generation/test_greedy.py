@@ -32,6 +32,7 @@ FEW += (
     "olmo3",
     "gpt_neox",
     "gpt2",
+    "opt",
     "linear",
     "dynamic",
     "yarn",
