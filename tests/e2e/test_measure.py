@@ -29,6 +29,7 @@ def test_the_options_of_the_scan_are_read_as_they_are():
         ]
 
 
+@pytest.mark.slow
 def test_a_row_a_cell(tmp_path, capsys):
     out = tmp_path / "measure" / "rows.jsonl"
     rows = measured(out, "flattening", "heterogeneous")

@@ -2,6 +2,7 @@
 under any strategy."""
 
 import json
+import shutil
 
 import pytest
 
@@ -110,9 +111,10 @@ def length(completions, **columns):
 
 def test_a_resume_is_exact(options, tmp_path):
     words = of_case("grpo, separation", options)
-    whole = trained([*words, *SEPARATION], 2, tmp_path / "whole")
-    half = trained([*words, *SEPARATION, "iterations=1"], 2, tmp_path / "half")
-    resume(half, 2, "iterations=2")
+    whole = trained([*words, *SEPARATION, "checkpoint.every=1", "checkpoint.keep=2"], 2, tmp_path / "whole")
+    half = shutil.copytree(whole, tmp_path / "half")
+    shutil.rmtree(half / "checkpoints" / "iteration-000002")
+    resume(half, 2)
     assert timeless(whole) == timeless(half) and weights(whole) == weights(half)
 
 

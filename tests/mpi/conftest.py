@@ -6,7 +6,7 @@ shows it, so that the ranks stay in step.
 Three marks say at which numbers of ranks a test runs. `ranks(4, 8)`: only at these. `slow_at(2, 5)`: there only with
 `-m slow`. `rotates`: tests with this mark take turns; of every twelve, one runs at 2 ranks, seven at 4, four at 5, and
 one at 8, where a test takes longest; at the other numbers they run only with `-m slow`. Every one of them runs at 4, 5
-or 8. Tests without these marks are slow at 8 ranks.
+or 8. Tests without these marks are slow at 5 and 8 ranks.
 """
 
 import os
@@ -26,7 +26,6 @@ MOST_MISMATCHES = 50
 MISMATCH = "ranks met in different places"  # mostly the consequence of another rank's failure
 # ranks -> which of twelve tests that rotate run there
 TURNS = {2: (3,), 4: (0, 3, 5, 6, 8, 9, 11), 5: (1, 4, 7, 10), 8: (2,)}
-MOST_RANKS = max(TURNS)
 LINEAR = F.linear
 _world: World | None = None
 
@@ -41,7 +40,7 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in elsewhere]
     for item in items:
         chosen = [mark for name in ("ranks", "slow_at", "rotates") if (mark := item.get_closest_marker(name))]
-        if any(mark.name == "slow_at" and size in mark.args for mark in chosen) or (size == MOST_RANKS and not chosen):
+        if any(mark.name == "slow_at" and size in mark.args for mark in chosen) or (size > 4 and not chosen):
             item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("rotates")]
     rotating = [item for item in marked if not item.get_closest_marker("ranks")]  # which has been obeyed above

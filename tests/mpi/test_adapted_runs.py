@@ -22,6 +22,7 @@ from tests.runs import OneRank, RunOf, compiled
 pytestmark = [
     pytest.mark.mpi(min_size=2),
     pytest.mark.ranks(2, 4),
+    pytest.mark.slow_at(2),
     pytest.mark.usefixtures("cheap_garbage_collection"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]

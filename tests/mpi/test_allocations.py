@@ -113,7 +113,7 @@ def test_sharded_they_take_the_same_bytes_in_smaller_groups(strategy, settings, 
 
 
 @pytest.mark.slow_at(2, 5, 8)
-@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("zero", [*(pytest.param(zero, marks=pytest.mark.slow) for zero in (0, 1)), 2])
 def test_gradients_and_caches_are_never_there_together(zero, settings, world, make_group, monkeypatch):
     """What a rank holds at the peak is the larger of the two, in bytes of tensors; and the gradients of one model."""
     program = compiled(settings, world.size, flattening.place, zero=zero)

@@ -29,7 +29,7 @@ from tests.draws import random_responses
 from tests.steps import engine_step
 from tests.trainee import whole_weights
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.slow_at(5, 8)]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.slow_at(2, 5, 8)]  # 4 ranks make slices in stages
 
 VOCAB, MAX_RESPONSE, EOS = 37, 6, (3, 30)
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -405,13 +405,13 @@ def test_shards_begin_as_slices_of_the_same_model(team):
         assert torch.equal(weight, whole[name][slice_of(name, config, team.parallel.shard)]), name
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.slow_at()
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["tied", "biases"])
 def test_recomputation_under_zero_3(world, make_group, cheap_garbage_collection, name, monkeypatch):
     """DeepSpeed gathers weights around a module's forward, which now also runs inside the backward pass; there the
     output layer reads its weight again where logits come in chunks."""
-    if world.size > 2:
-        pytest.skip("once is enough")
     batch, _ = make_batch()
     states = []
 

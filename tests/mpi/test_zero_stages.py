@@ -24,7 +24,7 @@ from tests.runs import RunOf, compiled
 from tests.steps import engine_step
 from tests.trainee import CLIP, Trainee, global_batch, noted_gradients, share_of_loss, tiny, whole_weights
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(2, 4)]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.ranks(4)]
 STAGES = (0, 1, 2)
 ONE, SEVERAL = 1 << 24, 1  # numbers of a bucket; 1: the smallest
 LATE = {"weight_decay": 0.1, "sums_each_pass": False}
@@ -60,7 +60,6 @@ def two_nodes(job) -> tuple[dist.ProcessGroup, ...]:
     return tuple(made[ranks] for ranks in layout.sum_ranks(job.world.rank, node_of))
 
 
-@pytest.mark.ranks(4)
 def test_sums_of_two_nodes(job, monkeypatch):
     """On each node first, then those of the nodes: the bits of plain sums in this order."""
     monkeypatch.setattr(flat_layout, "BUCKET_NUMEL", SEVERAL)
@@ -84,8 +83,6 @@ def test_sums_of_two_nodes(job, monkeypatch):
 @pytest.mark.parametrize("group", ["all", "first half", "two nodes"])
 def test_stages_and_buckets(job, group, num_micro, dtype, monkeypatch):
     """Uneven data, one rank without any, clipping active."""
-    if group != "all" and job.world.size == 2:
-        pytest.skip("half of two ranks is one")
     more, found = dict(LATE), {}
     if group == "two nodes":
         group, more["sums"] = "all", two_nodes(job)
@@ -125,7 +122,6 @@ def folder(world, shared_folder):
     return shared_folder
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "grid", [pytest.param(grid, marks=[pytest.mark.slow] * (grid == "dp2 tp2 recompute")) for grid in GRIDS]
 )

@@ -181,6 +181,7 @@ def test_what_fits_nowhere_says_by_how_much_and_what_to_lower(capsys):
         assert words in message
 
 
+@pytest.mark.slow
 def test_memory_is_kept_for_evaluations(capsys, tmp_path):
     """`check` has no error about a plan with the options that it was planned with. Before, plans counted only the
     responses of training, which are shorter here."""
