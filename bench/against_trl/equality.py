@@ -158,8 +158,9 @@ def about_generated(mine: ours.Taken) -> dict:
 
 
 def both_clips(row: Mapping) -> bool:
-    """Returns whether each of the clips changes some tokens and not all; CISPO has only the upper one."""
-    names = ["clip_fraction_high"] if row["case"] == "CISPO" else ["clip_fraction_low", "clip_fraction_high"]
+    """Returns whether each of the clips changes some tokens and not all; CISPO has only the upper one, SAPO none."""
+    low, high = "clip_fraction_low", "clip_fraction_high"
+    names = {"CISPO": [high], "SAPO": []}.get(row["case"], [low, high])
     return all(0 < row[name] < 1 for name in names)
 
 
