@@ -80,6 +80,7 @@ def test_plans_compile_and_fit(preset, layout):
         assert plan.forecast.makespan_s == pytest.approx(plan.call_level_s, rel=0.2)
 
 
+@pytest.mark.slow
 def test_the_local_search_makes_room(monkeypatch):
     """A copy of 33B for generation on 40 devices is quicker in four stages than in eight, but fits only if the three
     other models there are cut into more pieces: no change of one or two calls leads from one to the other. The choice
