@@ -26,9 +26,9 @@ READ = (
     *("alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
     "lora_dropout",
 )
-INERT = (  # they say what made the adapter, how it was trained, or what other keys would need
+INERT = (  # they say what made the adapter, how it was trained, how a base is stored, or what other keys would need
     *("auto_mapping", "peft_version", "revision", "inference_mode", "megatron_core"),
-    *("qalora_group_size", "runtime_config"),
+    *("qalora_group_size", "runtime_config", "fan_in_fan_out"),
 )
 INITIAL = (None, True, False, "gaussian", "orthogonal")  # ways to begin that leave the base as it is
 EXPRESSION_OF_ALL = "all-linear"  # of which peft leaves out the output

@@ -30,7 +30,7 @@ def test_ranks_and_scales_follow_the_first_pattern_that_matches_the_end():
 @pytest.mark.parametrize(
     ("more", "paths", "targets"),
     [
-        ({}, [Q.format(0)], ("q_proj",)),
+        ({"fan_in_fan_out": True}, [Q.format(0)], ("q_proj",)),
         ({"target_modules": [Q.format(0)]}, [Q.format(0)], (Q.format(0),)),
         ({"target_modules": ["self_attn.q_proj", "k_proj"]}, [Q.format(0)], ("k_proj", "self_attn.q_proj")),
         ({"target_modules": r".*0\..*q_proj"}, [Q.format(0)], (Q.format(0),)),
