@@ -94,7 +94,7 @@ def test_two_types_of_devices(tmp_path):
 def test_one_iteration_ahead(tmp_path):
     """A first batch, steps, and a last batch; stages are rehearsed in their batch, and training beside drawing."""
     more = ["--seconds", "1", "--out", str(tmp_path / "out"), "strategy.ahead=1", "strategy.training_pp=2"]
-    status, out, err = command(["separation", "--layout", "2x4", *TINY[:-1], "2", *more])
+    status, out, err = command(["separation", "--layout", "2x2", *TINY[:-1], "2", *more])
     assert status == 0, err
     *text, last = out.splitlines()
     result = json.loads(last)

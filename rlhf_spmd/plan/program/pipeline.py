@@ -212,9 +212,10 @@ def expand(
             if isinstance(call, Train):
                 lists[rank].append(replace(instruction, phase="begin"))
             for part in inner.instructions[rank]:
-                if isinstance(part, Post | Wait):
-                    part = type(part)(part.transfer + offsets[instruction, dp_index])
-                lists[rank].append(part)
+                assert isinstance(part, Run | Post | Wait)
+                if not isinstance(part, Run):
+                    part = replace(part, transfer=part.transfer + offsets[instruction, dp_index])
+                lists[rank].append(replace(part, delay=instruction.delay))
     return replace(program, transfers=tuple(transfers), instructions=tuple(map(tuple, lists)))
 
 

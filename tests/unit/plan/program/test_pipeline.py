@@ -82,6 +82,20 @@ def test_no_body_can_hang_whatever_the_number_of_micro_batches(pp, tp, dp):
     assert largest_number(whole, program.workload, call) == -(-rows // 3)
 
 
+def test_the_body_of_a_delayed_run_is_delayed():
+    """One iteration ahead, training belongs to the batch before, with all its passes and messages between stages."""
+    program = program_of(2)
+    lists = tuple(
+        tuple(replace(step, delay=1) if getattr(step, "call", "") == "actor_train" else step for step in steps)
+        for steps in program.instructions
+    )
+    grown = expand(replace(program, instructions=lists), lambda step: 3)
+    for before, steps in zip(expand(program, lambda step: 3).instructions, grown.instructions, strict=True):
+        train = [number for number, step in enumerate(before) if getattr(step, "call", "") == "actor_train"]
+        delays = [step.delay for step in steps]
+        assert min(delays[train[0] : train[-1] + 1]) == 1 and sum(delays[: train[0]]) == 0
+
+
 def test_a_schedule_that_hangs_is_refused_by_name(monkeypatch):
     """A first stage that wants the gradients before it has sent the activations which they follow from."""
     real = pipeline.body
