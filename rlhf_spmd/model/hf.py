@@ -6,7 +6,6 @@ AutoModelForSequenceClassification and AutoTokenizer can load the written folder
 """
 
 import dataclasses
-import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -47,7 +46,7 @@ from rlhf_spmd.model.texts.tokenizer_files import (
     read_template,
     tokenizer_files,
 )
-from rlhf_spmd.model.texts.turns import ASK, tool_call
+from rlhf_spmd.model.texts.turns import ASK, tool_call, with_arguments_as_text
 from rlhf_spmd.model.texts.written import ASSISTANT, kinds, lost, marked
 from rlhf_spmd.model.transformer import Head, Transformer
 
@@ -267,6 +266,7 @@ class ChatTemplate:
         self._constants: dict[str, list[str]] = {}  # texts that each template looks for in messages
         self._tried: dict[tuple, set[tuple]] = defaultdict(set)  # kinds of messages, of template, tools and kwargs
         self._lost: dict[str, None] = {}  # notes about what it does not write of messages
+        self._closing: dict[str, str] = {}  # what each writes after a whole conversation alone
         self._takes_text: dict[str, bool] = {}  # whether each template adds the arguments of calls to text as they are
         self._tokenizer: Any = None
         self._template: str | None = None
@@ -298,18 +298,13 @@ class ChatTemplate:
         try:
             text = self._tokenizer.get_chat_template(self._template, tools)
             variables = self._prepared(text)
-            given = [*["tools"] * bool(tools), *chat_template_kwargs]
-            self._unread |= dict.fromkeys(name for name in given if name not in variables)
+            named = [*["tools"] * bool(tools), *chat_template_kwargs]
+            self._unread |= dict.fromkeys(name for name in named if name not in variables)
             if any("tool_calls" in message for message in messages) and self._wants_text(text):
-                messages = list(map(_with_arguments_as_text, messages))
-            return self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=answers,
-                chat_template=self._template,
-                **chat_template_kwargs,
-            )
+                messages = list(map(with_arguments_as_text, messages))
+            given = {"tools": tools, "chat_template": self._template, "add_generation_prompt": answers}
+            written = self._tokenizer.apply_chat_template(messages, tokenize=False, **given, **chat_template_kwargs)
+            return written if answers else written.removesuffix(self._only_last(text))
         except Exception as error:  # templates raise exceptions of their own for roles that they do not know
             raise UserError(f"{where}: the chat template does not take this conversation: {error}") from None
 
@@ -349,13 +344,24 @@ class ChatTemplate:
             if tools and self.render(where, copies, answers=answers, **more) == written:
                 self._unread["tools"] = None
 
+    def _only_last(self, text: str) -> str:
+        """Returns the end of sequence that a template writes after a whole conversation, and not before a message."""
+        if text not in self._closing:
+            self._closing[text] = ""
+            turn, end = [ASK, {"role": ASSISTANT, "content": "!"}], self._tokenizer.eos_token or ""
+            with suppress(UserError):
+                alone, followed = (self.render("", said, answers=False) for said in (turn, [*turn, ASK]))
+                if not followed.startswith(alone) and followed.startswith(alone.removesuffix(end)):
+                    self._closing[text] = end
+        return self._closing[text]
+
     def _wants_text(self, text: str) -> bool:
         """Returns whether a template writes the arguments of a tool call as they are: it wants them as JSON text."""
         if text not in self._takes_text:
             self._takes_text[text] = False
             call = {"role": ASSISTANT, "content": "", "tool_calls": [tool_call("f", {"a": "b"}, "000000000")]}
             made = []
-            for said in (call, _with_arguments_as_text(call)):
+            for said in (call, with_arguments_as_text(call)):
                 try:
                     made.append(self.render("", [ASK, said], answers=False))
                 except UserError:
@@ -411,14 +417,6 @@ class ChatTemplate:
         if not self.file and not tokenizer.chat_template:
             raise no_chat_template(where, self.folder)
         self._tokenizer = tokenizer
-
-
-def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    calls = [
-        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
-        for call in message.get("tool_calls", ())
-    ]
-    return message | {"tool_calls": calls} if calls else message
 
 
 def _refuse_chance(*_: object, **__: object) -> None:

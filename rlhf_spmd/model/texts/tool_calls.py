@@ -3,11 +3,14 @@
     hermes      <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>, any number of them (Hermes, Qwen)
     llama       {"name": "f", "parameters": {"x": 1}}; ... and no words before (Llama 3)
     pythonic    [f(x=1), g()] and no words before (Llama 3.2 and 4)
-    mistral     [TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}, "id": "000000000"}] (Mistral)
+    olmo        <function_calls>f(x=1)</function_calls>, a call in each line (OLMo 3)
+    glm         f and, in the next line, {"x": 1}, with no words before or after <|assistant|> (GLM-4)
+    mistral     [TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}, "id": "000000000"}] (Mistral), also after
+                <|tool_call|> (Granite 3) or functools (Phi-4-mini)
 
 A turn is read from its beginning to its end: thoughts, words, calls, words. A thought calls nothing, also one that does
 not end, and a mark inside the arguments of a call is data. A call that cannot be read is a call with an error, which
-the model gets as its answer. Where calls have no mark (llama, pythonic), other JSON and other lists are words.
+the model gets as its answer. Where calls have no mark (llama, pythonic, glm), other JSON and other lists are words.
 """
 
 import ast
@@ -21,6 +24,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.turns import END_OF_THINKING, THINK, TurnJoins, tool_call
 
 END_OF_CALL, PYTHON_TAG = "</tool_call>", "<|python_tag|>"
+END_OF_CALLS = "</function_calls>"
+JSON_NAMES = {"true": True, "false": False, "null": None}  # which templates write for the values of Python
 TAG = re.escape(PYTHON_TAG)
 FIRST = rf"(?:\A|(?<={END_OF_THINKING}))\s*"  # no word stands before
 PARAMETERS = {"parameters", "arguments"}  # what an object without a mark must have to be a call, beside its name
@@ -142,6 +147,21 @@ def _pythonic(text: str, place: int, _: bool) -> tuple[list[Call], int]:
         return [_unread(f"it is not a list of calls such as [f(x=1)] ({error})")], after
 
 
+def _olmo(text: str, place: int, _: bool) -> tuple[list[Call], int]:
+    listed, mark, _rest = text[place:].partition(END_OF_CALLS)
+    try:
+        nodes = [node for node in ast.parse(listed.strip()).body if isinstance(node, ast.Expr)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return [_unread(f"it is not a line with a call such as f(x=1) ({error})")], place + len(listed + mark)
+    return [_of_python(node.value) for node in nodes], place + len(listed + mark)
+
+
+def _glm(text: str, place: int, _: bool) -> tuple[list[Call], int]:
+    name, _line, _rest = text[place:].partition("\n")
+    value, after, error = _json(text, place + len(name))
+    return [_of_object({"name": name, "arguments": value}, "arguments", error)], len(text) if error else after
+
+
 def _end_of_list(text: str, place: int) -> int:
     """Returns the place behind the bracket that closes the one at this place; the end of the text if none does."""
     depth = 0
@@ -152,11 +172,19 @@ def _end_of_list(text: str, place: int) -> int:
     return len(text)
 
 
+class _Constants(ast.NodeTransformer):
+    """Puts the values of JSON in the place of their names."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(JSON_NAMES[node.id]) if node.id in JSON_NAMES else node
+
+
 def _of_python(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
         return _unread(f"{ast.unparse(node)[:80]} is not a call with named arguments, such as f(x=1)")
     try:
-        return Call(ast.unparse(node.func), {str(word.arg): ast.literal_eval(word.value) for word in node.keywords})
+        values = {str(word.arg): ast.literal_eval(_Constants().visit(word.value)) for word in node.keywords}
+        return Call(ast.unparse(node.func), values)
     except (ValueError, RecursionError, MemoryError):
         return _unread(f"{ast.unparse(node)[:80]} has an argument that is not a plain value")
 
@@ -199,7 +227,9 @@ def _unread(why: str, name: str = "") -> Call:
 
 FORMATS: dict[str, tuple[str, Callable[[str, int, bool], tuple[list[Call], int]]]] = {
     "hermes": (f"{THINK}|<tool_call>", _hermes),
-    "mistral": (rf"{THINK}|\[TOOL_CALLS\]", _mistral),
+    "mistral": (rf"{THINK}|\[TOOL_CALLS\]|<\|tool_call\|>|functools(?=\[)", _mistral),
     "llama": (rf"{THINK}|{FIRST}(?:{TAG}\s*|(?=\{{))", _llama),
     "pythonic": (rf"{THINK}|{FIRST}(?:{TAG})?\s*(?=\[\s*[A-Za-z_][\w.]*\()", _pythonic),
+    "olmo": (f"{THINK}|<function_calls>", _olmo),
+    "glm": (rf"{THINK}|(?:{FIRST}|<\|assistant\|>)(?=[A-Za-z_][\w.-]*\n\{{)", _glm),
 }

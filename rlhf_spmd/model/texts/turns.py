@@ -6,6 +6,7 @@ of the next turn. This is the text of the whole conversation only if the templat
 which `check` tries with the roles that the run will use, and with and without thinking.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,6 +134,14 @@ def tool_call(name: str, arguments: dict[str, Any], number: str) -> Message:
     number: its id.
     """
     return {"type": "function", "id": number, "function": {"name": name, "arguments": arguments}}
+
+
+def with_arguments_as_text(message: Message) -> Message:
+    calls = [
+        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return message | {"tool_calls": calls} if calls else message
 
 
 def answer_of(role: str, text: str, name: str = "", number: str = "") -> Message:

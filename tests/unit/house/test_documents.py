@@ -15,8 +15,9 @@ from bench.tables import BLOCK
 from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.config.file import ConfigFile, read_config_file
 from rlhf_spmd.config.presets import load
+from rlhf_spmd.model.families import FAMILIES
 from rlhf_spmd.pages.strategy import load_strategy
-from tools.pages import metrics_page, options_page, pages, walk
+from tools.pages import metrics_page, models_page, options_page, pages, walk
 
 ROOT = Path(__file__).parents[3]
 README, RESULTS = ROOT / "README.md", ROOT / "bench" / "RESULTS.md"
@@ -134,6 +135,10 @@ def test_options_and_metrics_are_those_of_the_code(made):
 def test_every_metric_has_a_meaning():
     rows = [line.split("|") for line in metrics_page.page().splitlines() if line.startswith("| `")]
     assert rows and [row[1] for row in rows if not row[2].strip()] == []
+
+
+def test_every_family_has_its_models():
+    assert models_page.MODELS.keys() == FAMILIES.keys()
 
 
 def test_readme_is_short():

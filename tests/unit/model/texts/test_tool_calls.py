@@ -4,9 +4,9 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.tool_calls import FORMATS, Call, format_of, read_calls, read_turn
-from tests.templates import joins_of, write_bytes_tokenizer
+from tests.templates import ALL_SPECIAL, joins_of, write_bytes_tokenizer
 
-ARGUMENTS = {"a": 1, "b": [1.5, "x\n'"], "c": {"d": "é"}, "e": "</s>"}
+ARGUMENTS = {"a": 1, "b": [1.5, "x\n'"], "c": {"d": "é"}, "e": "</s>", "f": True, "g": None}
 
 
 def named(calls: list[Call]) -> list[tuple]:
@@ -15,12 +15,15 @@ def named(calls: list[Call]) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"), special=ALL_SPECIAL)
 
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("chatml", "hermes"), ("qwen3_kept", "hermes"), ("llama3", "llama"), ("mistral", "mistral")],
+    [
+        *[("chatml", "hermes"), ("qwen3_kept", "hermes"), ("llama3", "llama"), ("mistral", "mistral")],
+        *[("granite", "mistral"), ("olmo3", "olmo"), ("glm4", "glm"), ("pythonic", "pythonic")],
+    ],
 )
 def test_the_format_is_the_one_that_reads_what_the_template_writes(name, form, folder):
     joins = joins_of(folder, name)[0]
@@ -30,14 +33,14 @@ def test_the_format_is_the_one_that_reads_what_the_template_writes(name, form, f
     assert format_of(joins, "pythonic") == "pythonic"
 
 
-def test_pythonic_calls_are_found_by_their_template_too(folder):
-    assert format_of(joins_of(folder, "pythonic")[0]) == "pythonic"
+@pytest.mark.parametrize("name", ["gemma", "smollm3", "phi4_mini", "phi4", "olmo2", "ernie4_5", "seed_oss"])
+def test_a_template_without_calls_is_refused(name, folder):
+    with pytest.raises(UserError, match=f"template of {name} writes a tool call as .*none of the known formats .herm"):
+        format_of(joins_of(folder, name)[0])
 
 
-def test_a_template_without_calls_is_refused_and_so_is_an_unknown_format(folder):
+def test_an_unknown_format_is_refused(folder):
     joins = joins_of(folder, "gemma")[0]
-    with pytest.raises(UserError, match="template of gemma writes a tool call as .*none of the known formats .hermes"):
-        format_of(joins)
     with pytest.raises(UserError, match="'xml' is not a format of tool calls; known: hermes, mistral"):
         format_of(joins, "xml")
 
@@ -58,6 +61,13 @@ def test_a_template_without_calls_is_refused_and_so_is_an_unknown_format(folder)
         ("pythonic", "[1, 2]", []),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abcdefghi"}]', [("f", {})]),
         ("mistral", "I think", []),
+        ("mistral", '<|tool_call|>[{"name": "f", "arguments": {"x": 1}}]', [("f", {"x": 1})]),
+        ("mistral", 'functools[{"name": "f", "arguments": {}}]', [("f", {})]),
+        ("olmo", "so <function_calls>f(x=true)\nm.g(y=null, z=[1])</function_calls>",
+                 [("f", {"x": True}), ("m.g", {"y": None, "z": [1]})]),
+        ("olmo", "f(x=1)", []),
+        ("glm", '\nso<|assistant|>f\n{"x": 1}<|observation|>', [("f", {"x": 1})]),
+        ("glm", "Yes\nof course", []),
     ],
 )  # fmt: skip
 def test_calls_are_read_in_order(form, text, wanted):
@@ -106,7 +116,8 @@ def test_a_turn_is_thoughts_words_calls_words(form, text, words, names):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_thought_that_the_template_opened_calls_nothing(form):
-    call = {"hermes": F, "llama": LLAMA, "pythonic": "[f()]", "mistral": '[TOOL_CALLS] [{"name": "f"}]'}[form]
+    call = {"hermes": F, "llama": LLAMA, "pythonic": "[f()]", "mistral": '[TOOL_CALLS] [{"name": "f"}]'}
+    call = (call | {"olmo": "<function_calls>f()</function_calls>", "glm": 'f\n{"x": 1}'})[form]
     assert not read_calls(call, form, is_thinking=True) and len(read_calls(call, form)) == 1
     assert named(read_calls(f"{call} no</think>\n{call}", form, is_thinking=True)) == named(read_calls(call, form))
 
@@ -130,6 +141,9 @@ def test_a_drawn_id_is_kept_and_others_are_made():
         ("pythonic", "[f(1)]", "is not a call with named arguments"),
         ("pythonic", "[f(x=g())]", "an argument that is not a plain value"),
         ("pythonic", "[f(x=1", "it is not a list of calls"),
+        ("olmo", "<function_calls>f(x=", "it is not a line with a call"),
+        ("olmo", "<function_calls>f(x=y)</function_calls>", "an argument that is not a plain value"),
+        ("glm", 'f\n{"x": ', "Expecting value"),
     ],
 )
 def test_a_malformed_call_is_an_error_for_the_model_and_no_failure(form, text, why):

@@ -1,4 +1,4 @@
-"""Joins of turns: by the templates of five families they give the tokens of the whole rendering."""
+"""Joins of turns: by the templates of many families they give the tokens of the whole rendering."""
 
 import random
 
@@ -6,12 +6,13 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.turns import TurnJoins, answer_of, tool_call
-from tests.templates import ENDS, joins_of, renderer, write_bytes_tokenizer
+from tests.templates import ALL_SPECIAL, ENDS, joins_of, renderer, write_bytes_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 WORDS = ["lo", "look", " up", " 1,5", "\n\n", "é", "<b>", "  two", " {x}", "数", " end."]
 NUMBER = "123456789"
-WITH_TOOLS = ("chatml", "qwen3_kept", "llama3", "mistral")
+WITH_TOOLS = ("chatml", "qwen3_kept", "llama3", "mistral", "granite", "olmo3")
+OF_FAMILIES = ("smollm3", "phi4_mini", "phi4", "granite", "olmo2", "olmo3", "seed_oss", "ernie4_5", "glm4")
 
 
 @pytest.fixture(scope="module", params=["bytes", "merges"])
@@ -19,7 +20,7 @@ def folder(request, tmp_path_factory):
     texts = (
         ["look up two ends. <think> assistant user tool_call arguments name"] * 9 if request.param == "merges" else []
     )
-    return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"), *texts)
+    return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"), *texts, special=ALL_SPECIAL)
 
 
 def said_by(draw: random.Random) -> str:
@@ -44,7 +45,7 @@ def conversation(draw: random.Random, name: str, with_tools: bool) -> list[dict]
 
 
 @pytest.mark.parametrize("with_tools", [False, True])
-@pytest.mark.parametrize("name", ["chatml", "qwen3_kept", "llama3", "mistral", "gemma"])
+@pytest.mark.parametrize("name", ["chatml", "qwen3_kept", "llama3", "mistral", "gemma", *OF_FAMILIES])
 def test_joined_turns_are_the_whole_rendering_wherever_encoding_is_the_identity(name, with_tools, folder):
     if with_tools and name not in WITH_TOOLS:
         pytest.skip("the template has no tools")
@@ -68,7 +69,8 @@ def test_joined_turns_are_the_whole_rendering_wherever_encoding_is_the_identity(
         whole = joins.render([*first, *after], True)
         assert tokenizer.decode(ids, special=True) == tokenizer.decode(joins.encode(whole), special=True)
         same += ids == joins.encode(whole)
-    assert same >= (30 if len(tokenizer.vocabulary()) < 290 else 20), same
+    least = 10 if name == "ernie4_5" else 20  # whose beginning of a turn ends with a space, which merges with words
+    assert same >= (30 if len(tokenizer.vocabulary()) == 256 + len(ALL_SPECIAL) else least), same
 
 
 def test_a_turn_that_was_cut_gets_its_end_and_one_that_ended_gets_no_second(folder):
@@ -99,8 +101,8 @@ def test_several_calls_in_a_turn_of_a_template_that_writes_one(folder):
 @pytest.mark.parametrize(
     ("name", "roles", "tools"),
     [
-        *((name, ("user",), None) for name in ("chatml", "qwen3_kept", "llama3", "mistral", "gemma")),
-        *((name, ("tool",), TOOLS) for name in WITH_TOOLS),
+        *((name, ("user",), None) for name in ("chatml", "qwen3_kept", "llama3", "mistral", "gemma", *OF_FAMILIES)),
+        *((name, ("tool",), TOOLS) for name in (*WITH_TOOLS, "glm4", "seed_oss")),
         ("chatml", ("user", "tool"), TOOLS),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
 from rlhf_spmd.runtime.run.inputs import load_rendered
-from tests.templates import ENDS, HERE, STARTED, write_bytes_tokenizer
+from tests.templates import ALL_SPECIAL, ENDS, HERE, STARTED, write_bytes_tokenizer
 
 CALL = {"type": "function", "id": "000000007", "function": {"name": "fcall", "arguments": {"place": "Xfcall"}}}
 OWN = {  # templates of the test beside those of the folder
@@ -53,7 +53,7 @@ ROADS = ("sft", "sft of all turns", "prompt and completion", "dpo", "rl")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"), special=ALL_SPECIAL)
 
 
 def read(folder, file, road: str, messages: list, template: str, end: str) -> tuple[str, tuple[str, ...]]:
@@ -109,7 +109,8 @@ def test_plain_conversations_are_never_refused_nor_noted(folder, tmp_path):
         for road in ROADS:
             file, template = tmp_path / "row.jsonl", str(HERE / f"{name}.jinja")
             text, notes = read(folder, file, road, [ASK, ANSWER, ASK, told("assistant", weight=1)], template, end)
-            assert "Xuser" in text and not any("template" in note for note in notes), (name, road, notes)
+            notes = [note for note in notes if "template" in note and "writes the time" not in note]
+            assert "Xuser" in text and not notes, (name, road, notes)
 
 
 def test_one_conversation_is_tried_for_each_kind_of_message(folder, monkeypatch):

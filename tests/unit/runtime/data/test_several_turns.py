@@ -10,7 +10,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
 from rlhf_spmd.model.texts.turns import answer_of, tool_call
 from rlhf_spmd.runtime.data.prompts import load_prompts
-from tests.templates import ENDS, HERE, STARTED, joins_of, write_bytes_tokenizer
+from tests.templates import ALL_SPECIAL, ENDS, HERE, STARTED, joins_of, write_bytes_tokenizer
 from tests.unit.model.texts.test_turns import NUMBER, TOOLS, WITH_TOOLS, conversation, said_by
 
 LEARN = {"columns": {"responses": "completion"}, "marks": "own", "turns": "all"}
@@ -18,7 +18,7 @@ LEARN = {"columns": {"responses": "completion"}, "marks": "own", "turns": "all"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"), special=ALL_SPECIAL)
 
 
 def load(folder, tmp_path, name: str, rows: list[dict], **options):
