@@ -102,7 +102,7 @@ CASES = {
     ),
     "missing checkpoint": Case(("models.actor={folder}/nowhere",), ("nowhere", "config.json")),
     "truncated checkpoint": Case(("models.actor={folder}/cut",), ("model.safetensors",), kind="a checkpoint"),
-    "unsupported family": Case(("models.actor={folder}/gpt2",), ("gpt2", "llama")),
+    "unsupported family": Case(("models.actor={folder}/bloom",), ("bloom", "llama")),
     "null in config.json": Case(("models.actor={folder}/null",), ("null/config.json", "'rms_norm_eps' is None")),
     "an adapter without its base": Case(
         ("models.actor={folder}/adapter",), ("adapter holds an adapter for elsewhere", "lora.base=FOLDER")
@@ -210,9 +210,9 @@ def folder(tmp_path_factory) -> Path:
     write_model(folder / "cut")
     whole = (folder / "cut" / "model.safetensors").read_bytes()
     (folder / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    shutil.copytree(folder / "actor", folder / "gpt2")
-    config = (folder / "gpt2" / "config.json").read_text(encoding="utf-8").replace('"llama"', '"gpt2"')
-    (folder / "gpt2" / "config.json").write_text(config, encoding="utf-8")
+    shutil.copytree(folder / "actor", folder / "bloom")
+    config = (folder / "bloom" / "config.json").read_text(encoding="utf-8").replace('"llama"', '"bloom"')
+    (folder / "bloom" / "config.json").write_text(config, encoding="utf-8")
     shutil.copytree(folder / "actor", folder / "null")
     values = json.loads((folder / "null" / "config.json").read_text(encoding="utf-8"))
     (folder / "null" / "config.json").write_text(json.dumps(values | {"rms_norm_eps": None}), encoding="utf-8")

@@ -46,7 +46,7 @@ def value_of(config: Config, key: str):
 def text_of(config: Config, key: str) -> str:
     value = value_of(config, key)
     if isinstance(value, tuple):
-        return ",".join(value)
+        return ",".join(map(str, value))
     return "none" if value is None else str(value)
 
 
