@@ -153,6 +153,8 @@ def problem(options: Options, *, samples_per_prompt: int, mini_batch: int, max_n
                 f"{wanted:g} would be trained on; choose mini_batch so that both are whole numbers"
             )
     if options.kl_in == "reward":
+        if not options.kl_coef or options.kl_unbiased:
+            return "kl_in=reward takes kl_coef times the KL divergence off the reward: set kl_coef, and not kl_unbiased"
         return policy_gradient.loss_problem(options)
     return policy_gradient.loss_problem(options, kl_estimator=options.kl_estimator, kl_unbiased=options.kl_unbiased)
 

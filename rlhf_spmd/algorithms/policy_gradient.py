@@ -88,6 +88,10 @@ def loss_problem(options: Options, *, kl_estimator: str | None = None, kl_unbias
         return f"dual_clip={options.dual_clip}: it must be larger than 1, e.g. 3"
     if options.dual_clip is not None and options.surrogate != "clip":
         return f"dual_clip belongs to surrogate=clip, and surrogate={options.surrogate} has no use for it; drop one"
+    if options.gate_temperatures != (1.0, 1.05) and options.surrogate != "sapo":
+        return (
+            f"gate_temperatures belongs to surrogate=sapo, not to surrogate={options.surrogate}; leave one of them out"
+        )
     if options.ratio_level != "token" and options.surrogate in ("dppo", "gmpo", "reinforce"):
         return f"surrogate={options.surrogate} has no use for ratio_level={options.ratio_level}; leave one of them out"
     if options.surrogate == "clip" and options.clip_low > 1:

@@ -94,12 +94,8 @@ class TimedModel:
             elif kind == "routes":
                 if not self.shape.num_experts:
                     continue  # a dense model stands for a mixture
-                size = (
-                    num_rows,
-                    self.grid.longest,
-                    MANY,
-                    self.shape.experts_per_token,
-                )  # a model with few takes the first
+                # a model with few layers takes the routes of the first ones
+                size = num_rows, self.grid.longest, MANY, self.shape.experts_per_token
                 chosen = torch.rand(*size[:3], self.shape.num_experts).topk(size[3]).indices.sort().values
                 rows[key] = chosen.to(device, torch.uint8)
             elif key not in rows:

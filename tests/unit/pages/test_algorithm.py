@@ -188,3 +188,21 @@ def test_the_options_of_every_variant_make_a_workflow(name):
         config = presets.load("tiny", [*words, *sizes], algorithm=name)
         wants = name == "dpo" and one.name not in ("SimPO", "ORPO") or getattr(config.options, "kl_coef", 0) > 0
         assert ("reference" in make_workload(config).workflow.models) == wants, one.name
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "text"),
+    [
+        ("grpo", ["kl_in=reward"], "set kl_coef"),
+        ("grpo", ["gate_temperatures=1,2"], "belongs to surrogate=sapo"),
+        ("grpo", ["surrogate=gmpo", "ratio_level=sequence"], "no use for ratio_level"),
+        ("grpo", ["surrogate=sapo", "dual_clip=3"], "dual_clip belongs to surrogate=clip"),
+        ("dpo", ["loss=orpo"], "set nll_coef=1"),
+        ("dpo", ["loss=robust"], "needs label_smoothing"),
+        ("dpo", ["loss=hinge", "label_smoothing=0.1"], "sigmoid or robust"),
+        ("dpo", ["target_margin=1"], "belongs to loss=simpo"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(name, words, text):
+    with pytest.raises(UserError, match=text):
+        presets.load("tiny", [f"{name}.{word}" for word in words], algorithm=name)
