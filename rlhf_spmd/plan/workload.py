@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import exp, fsum, prod
+from itertools import pairwise
+from math import ceil, exp, fsum, prod
 from statistics import NormalDist
 
 from rlhf_spmd.plan.adapters import NUMBER_BYTES, Adapters
@@ -248,6 +249,25 @@ class Workload:
             return self.max_prompt, self.max_response
         prompts = self.forecast_lengths.prompts or (self.max_prompt,)
         return max(1, round(sum(prompts) / len(prompts))), max(1, round(self.forecast_lengths.mean))
+
+    def num_different(self, columns: range) -> float:
+        """Returns the number of different prompts of these columns in an iteration: where the samples of a prompt are
+        not neighbours, the expected number in a random order."""
+        samples, num_rows = self.samples_per_prompt, self.num_mini_batches * len(columns)
+        if self.group_size < samples:
+            absent = prod(max(0.0, 1 - num_rows / (self.num_sequences - i)) for i in range(samples))
+            return self.rollout_batch * (1 - absent)
+        starts = range(0, self.num_sequences if columns else 0, self.mini_batch)
+        parts = (range((at + columns[0]) // samples, (at + columns[-1]) // samples + 1) for at in starts)
+        return len(set().union(*parts))
+
+    def generated_rows(self, columns: range) -> list[tuple[int, int]]:
+        """Returns tokens of prompt and response of the rows of these columns, in the order in which an engine begins
+        them. It computes equal prompts once: a row whose prompt an earlier one has is 0 tokens of it."""
+        (prompt, response), num_rows = self.row_lengths, self.num_mini_batches * len(columns)
+        different = self.num_different(columns)
+        begun = [ceil(row * different / num_rows - ROUNDED) for row in range(num_rows + 1)]
+        return [(prompt * (after > before), response) for before, after in pairwise(begun)]
 
     def row_shape(self, key: str) -> tuple[int, ...]:
         """Returns the shape of one row of a data key; () for a single number."""

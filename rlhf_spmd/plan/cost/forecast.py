@@ -78,7 +78,8 @@ class _Costs:
         alone = self.program.workload.workflow.call(run.call).kind == "generate"  # no two mini-batches are alike
         number = run.mini_batch if alone else run.mini_batch is None
         places = self.decoded_of(run.call)[rank] if alone else 0
-        return run.call, run.phase, number, len(columns), self.sites[site], places
+        different = self.program.workload.num_different(columns) if alone else 0
+        return run.call, run.phase, number, len(columns), self.sites[site], places, different
 
     def _run_s(self, call: ModelCall, layout: Layout, rank: int, run: Run) -> float:
         cost = self.cost
@@ -135,7 +136,7 @@ class _Costs:
         waits for its part."""
         workload, layout = self.program.workload, self.program.layout_of(run)
         columns = self.program.columns_of(run, rank)
-        rows = [workload.row_lengths] * (workload.num_mini_batches * len(columns))
+        rows = workload.generated_rows(columns)
         if not rows:
             return 0.0
         places = self.decoded_of(call.name)[rank]

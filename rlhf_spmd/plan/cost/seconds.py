@@ -83,7 +83,8 @@ def all_gather_s(link: Link, num_ranks: int, num_bytes: float) -> float:
     return (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_s + (num_ranks - 1) * link.latency_s
 
 
-Lengths = Sequence[tuple[int, int]]  # of each row: tokens of the prompt, of the response
+# of each row: tokens of the prompt (0: an earlier row has the same), of the response
+Lengths = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +143,21 @@ class Cost:
         return self.workload.param_bytes * params / self.device(rank).host_bytes_per_s
 
     def pass_s(
-        self, call: ModelCall, layout: Layout, rank: int, tokens: float, length: float, *, backward: bool = False
+        self,
+        call: ModelCall,
+        layout: Layout,
+        rank: int,
+        tokens: float,
+        length: float,
+        *,
+        outputs: float | None = None,
+        backward: bool = False,
     ) -> float:
         """Returns seconds of a forward or backward pass of some tokens, in sequences of one length, through a rank's
-        stage."""
+        stage.
+
+        outputs: tokens that have logits; None: those of responses.
+        """
         shape, shard, device = self.workload.shape(call.model), layout.shard(rank), self.device(rank)
         layers, is_last = shard.layers(shape.num_layers), shard.is_last
         num_layers = len(layers)
@@ -162,7 +174,9 @@ class Cost:
         gather_s = all_gather_s(self.link(layout.tensor_ranks(rank)), layout.tp, hidden_bytes)
         flops = layer_flops(shape, tokens, length / 2, layout.tp, layers=layers)
         layer_s = flops / device.matrix_flops + 4 * gather_s + device.layer_s
-        head_s = head_flops(shape, tokens, layout.tp) / device.matrix_flops if is_last else 0.0
+        if outputs is None:
+            outputs = tokens * self.workload.row_lengths[1] / sum(self.workload.row_lengths)
+        head_s = head_flops(shape, outputs, layout.tp) / device.matrix_flops if is_last else 0.0
         if backward:
             passes = 1 + of_weights
             layers_s = (passes + more) * num_layers * layer_s
@@ -264,11 +278,12 @@ class Cost:
         decoding = decode(responses, len(rows), places, layout.dp)
         ends, begins = meetings(responses, len(rows), places)
         first_s, later, later_s = self._start_s(call, layout, rank, rows[:begun]), rows[begun:], 0.0
-        if later:
-            few = int(len(later) / begins)  # prompts come in groups of so many, or of one more
-            more = len(later) - few * begins
+        if fresh := [row for row in later if row[0]]:
+            begins = min(begins, len(fresh))
+            few = int(len(fresh) / begins)  # prompts come in groups of so many, or of one more
+            more = len(fresh) - few * begins
             for number, size in ((begins - more, few), (more, few + 1)):
-                later_s += number * self.prompts_s(call, layout, rank, later[:size])
+                later_s += number * self.prompts_s(call, layout, rank, fresh[:size])
         ends_s = ends * table.ends.at(begun) if table is not None and table.ends is not None else 0.0
         stages, phases = layout.stage_ranks(rank), []
         for steps, active in decoding.phases:
@@ -316,25 +331,29 @@ class Cost:
         return of_sequences(self.workload.forecast_lengths, self.workload.max_response)
 
     def prompts_s(self, call: ModelCall, layout: Layout, rank: int, rows: Lengths) -> float:
-        """Returns seconds of the prompts of some rows through all stages."""
-        if not rows:
+        """Returns seconds of the prompts of some rows through all stages; those of one with 0 tokens are computed."""
+        if not (fresh := [prompt for prompt, _ in rows if prompt]):
             return 0.0
-        number = layout.pp if self.calibration.pipelined_prefill else 1
-        tokens = sum(prompt for prompt, _ in rows)
+        number, tokens = layout.pp if self.calibration.pipelined_prefill else 1, sum(fresh)
         passes_s = [
-            self.prefill_s(call, layout, other, tokens / number, tokens / len(rows))
+            self.prefill_s(call, layout, other, tokens / number, tokens / len(fresh), len(rows) / number)
             for other in layout.stage_ranks(rank)
         ]
         return sum(passes_s) + (number - 1) * max(passes_s)
 
-    def prefill_s(self, call: ModelCall, layout: Layout, rank: int, tokens: float, length: float) -> float:
-        """Returns seconds of the prompts through one stage."""
+    def prefill_s(
+        self, call: ModelCall, layout: Layout, rank: int, tokens: float, length: float, num_rows: float
+    ) -> float:
+        """Returns seconds of prompts of one length through one stage, after which so many rows have a token."""
         table = self.table(call.model, layout, rank)
         if table is None or table.prefill is None:
-            return self.pass_s(call, layout, rank, tokens, length)
+            return self.pass_s(call, layout, rank, tokens, length, outputs=num_rows)
         shard = layout.shard(rank)
         num_layers = len(shard.layers(self.workload.shape(call.model).num_layers))
-        return table.prefill.at(num_layers, tokens, length, rest=shard.is_last)
+        shared_s = 0.0  # of the rows without a prompt of their own
+        if shard.is_last and table.decode is not None:
+            shared_s = table.decode.rest.at(num_rows) - table.decode.rest.at(tokens / length)
+        return table.prefill.at(num_layers, tokens, length, rest=shard.is_last) + max(0.0, shared_s)
 
     def _middle(self) -> float:
         """Returns the expected tokens of a response before the one that is decoded."""

@@ -272,7 +272,8 @@ class CallCosts:
         workload, num = self.workload, self.workload.num_mini_batches
         last = layout.rank_at(layout.dp - 1, 0, 0)
         columns = layout.columns(last, workload.mini_batch)
-        rows = [workload.row_lengths] * (num * len(columns))
+        shards = {layout.columns(rank, workload.mini_batch) for rank in layout.ranks}
+        rows = workload.generated_rows(max(shards, key=lambda one: (len(one), workload.num_different(one))))
         slow = self._slowdown(mesh)
         few = min(workload.max_sequences, DECODE_MINI_BATCHES * len(columns))
         gather_s = self.cost.gather_s(call, layout, last)

@@ -70,8 +70,8 @@ def cost_of(
 
 
 def forward_s(tokens: float, shape: ModelShape = SHAPE) -> float:
-    """Returns the seconds of a forward pass of the whole model at 1e9 FLOP/s."""
-    return (shape.num_layers * layer_flops(shape, tokens, LENGTH / 2) + head_flops(shape, tokens)) / 1e9
+    """Returns the seconds of a forward pass of the whole model at 1e9 FLOP/s; tokens of responses have logits."""
+    return (shape.num_layers * layer_flops(shape, tokens, LENGTH / 2) + head_flops(shape, tokens * 7 / 12)) / 1e9
 
 
 def test_flops_are_two_per_weight_and_token():

@@ -78,7 +78,7 @@ def test_exact_is_brute_force_one_iteration_ahead(num_bytes, epochs):
 
 def test_exact_is_brute_force_where_ranks_that_train_have_little_room():
     """One iteration ahead: for the weights that they send to those that draw."""
-    for seed in (0, 3, 6, 7):
+    for seed in (0, 3, 7, 10):
         space, best = small_space(model_of("2x4", 13_000_000, epochs=1, ahead=1), random.Random(seed), 4), Best(20)
         assert exact(space, best, Budget()) == best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
         assert best.seconds < inf
