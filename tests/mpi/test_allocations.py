@@ -22,6 +22,7 @@ from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.strategies import flattening, interleaving1, interleaving2, separation
 from tests.folders import write_all
 from tests.mpi.test_invariance import with_groups
+from tests.mpi.test_routes import MIXTURE
 from tests.runs import RunOf, compiled, load
 
 pytestmark = [
@@ -47,6 +48,16 @@ def settings(world, shared_folder):
         overrides.write_text("\n".join(write_all(shared_folder)), encoding="utf-8")
     world.barrier("the checkpoints")
     return load(overrides.read_text(encoding="utf-8").split("\n"))
+
+
+@pytest.fixture(scope="module")
+def mixture(world, shared_folder):
+    folder = shared_folder / "mixture"
+    if world.rank == 0:
+        words = write_all(folder, **(MIXTURE | {"expert_size": 48}))
+        (folder / "overrides").write_text("\n".join(words), encoding="utf-8")
+    world.barrier("the checkpoints of mixtures")
+    return load((folder / "overrides").read_text(encoding="utf-8").split("\n"))
 
 
 def measured(place, settings, world, make_group, **options) -> tuple[int, RunOf]:
@@ -219,8 +230,21 @@ def test_static_bytes_are_as_forecast(grid, dtype, settings, world, make_group):
     """Weights, gradients and optimizer state that this process really holds after an iteration, to 2%."""
     if world.size % NEEDS.get(grid, 1):
         pytest.skip("the ranks do not make this grid")
+    check_static_bytes(grid, replace(settings, dtype=dtype, parity_tolerance=50.0), world, make_group)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "grid", ["tp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp zero 1", "pp2"))]
+)
+def test_static_bytes_of_a_mixture_are_as_forecast(grid, mixture, world, make_group):
+    """A router and the experts of each sparse layer, whole ones in slices; the first of three layers is dense."""
+    check_static_bytes(grid, mixture, world, make_group)
+
+
+def check_static_bytes(grid, settings, world, make_group) -> None:
+    """Compares what a run holds after an iteration with its forecast."""
     before = tensor_bytes()
-    settings = replace(settings, dtype=dtype, parity_tolerance=50.0)
     program = compiled(settings, world.size, GRIDS[grid])
     run = RunOf(settings, with_groups(world, program, make_group), program)
     run.iteration()
@@ -229,5 +253,5 @@ def test_static_bytes_are_as_forecast(grid, dtype, settings, world, make_group):
     if run.job.models.arena is not None:  # the buckets, which all ranks of the machine share
         held -= next(iter(run.job.models.arena.parts.values())).untyped_storage().nbytes()
     forecast = static_bytes(program, world.rank)
-    print(f"{grid} {dtype}: rank {world.rank} holds {held:,}, forecast {sum(forecast.values()):,}")
+    print(f"{grid} {settings.dtype}: rank {world.rank} holds {held:,}, forecast {sum(forecast.values()):,}")
     assert abs(held - sum(forecast.values())) <= 0.02 * sum(forecast.values())
