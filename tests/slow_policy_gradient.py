@@ -194,9 +194,13 @@ def token_loss(one: Sample, t: int, ratio: Tensor, rules: Rules) -> Tensor:
     a, low, high = one.advantages[t], 1 - rules.clip_low, 1 + rules.clip_high
     if rules.surrogate == "cispo":
         return -min(max(float(ratio.detach()), low), high) * a * one.logprobs[t]
-    if rules.surrogate == "dppo":
-        rise = math.exp(float(one.logprobs[t].detach())) - math.exp(one.old[t])
-        if (a > 0 and rise > rules.clip_high) or (a < 0 and rise < -rules.clip_low):
+    if rules.surrogate in ("dppo", "dppo_kl"):
+        new, old = math.exp(float(one.logprobs[t].detach())), math.exp(one.old[t])
+        distance = abs(new - old)
+        if rules.surrogate == "dppo_kl":
+            others = (1 - old) / (1 - new)  # made-up probabilities may be above 1
+            distance = old * math.log(old / new) + (1 - old) * math.log(others) if others > 0 else math.nan
+        if (a > 0 and new > old and distance > rules.clip_high) or (a < 0 and new < old and distance > rules.clip_low):
             return 0.0 * one.logprobs[t]
         return -min(float(ratio.detach()), 20.0) * a * one.logprobs[t]
     if rules.surrogate == "sapo":

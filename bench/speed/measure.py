@@ -27,6 +27,7 @@ SIZES = ("llama-7b", "llama-13b", "llama-33b", "llama-65b")  # APP's
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "auto")
 TEXT = "On Sunday Dora went to Vienna by boat, and her brother came by train. " * 40
 NO_MEMORY = ("ran out of memory", "memory ran out", "GiB, and may use")  # in errors of a rank, a host and a check
+OF_SLURM = ("srun:", "slurmstepd:")  # which tell that ranks have ended, not why
 KEY = ("algorithm", "preset", "layout", "strategy", "overrides")  # of a cell
 
 
@@ -86,7 +87,8 @@ def measure(cell: dict[str, Any], config: Config, parsed: argparse.Namespace) ->
     except subprocess.TimeoutExpired:
         return nothing | {"why_not": f"it took longer than {parsed.limit:g} s"}
     if done.returncode:
-        said = [line for line in (done.stderr + done.stdout).splitlines() if "error:" in line]
+        lines = (done.stderr + done.stdout).splitlines()
+        said = [line for line in lines if "error:" in line and not line.startswith(OF_SLURM)]
         why = said[-1].partition("error: ")[2] if said else f"it ended with status {done.returncode}"
         return nothing | {"why_not": why, "out_of_memory": any(text in why for text in NO_MEMORY)}
     run = Path(json.loads(done.stdout.strip().splitlines()[-1])["run_dir"])

@@ -50,6 +50,12 @@ VARIANTS = (
         "sg(min(u, 20)) A log pi, without tokens whose probability A has moved by 0.2",
         "2602.04879",
     ),
+    Variant(
+        "DPPO by KL",
+        "surrogate=dppo_kl",
+        "the same, without tokens that A has moved by a KL divergence of 0.2 of the token and all others",
+        "2602.04879",
+    ),
     Variant("two-sided clip", "dual_clip=3", "the term is at least 3 A if A < 0 (TRL's `delta`)", "1912.09729"),
     Variant("GPG", "surrogate=reinforce scale=none drop_equal_groups=true", "A log pi", "2504.02546"),
     Variant("MaxRL", "scale=mean", "A = (r - mean of the group) / mean of the group", "2602.02710"),

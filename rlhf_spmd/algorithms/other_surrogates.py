@@ -32,16 +32,20 @@ def terms(
     """Returns the loss of each token, and the tokens whose loss the lower and the upper limit change.
 
     "dppo" is -min(ratio, 20) A logprob with a constant first factor, of the tokens whose probability has not moved by
-    more than the limit to where A pushes it ([DPPO], total variation); "reinforce" is -A logprob ([GPG]).
+    more than the limit to where A pushes it ([DPPO], total variation); of "dppo_kl" the limit is of the KL divergence
+    between the token and all others. "reinforce" is -A logprob ([GPG]).
     """
     is_bad_BG, is_good_BG = advantages_BG < 0, advantages_BG > 0
     clips, own_BG = {"clip_low": clip_low, "clip_high": clip_high}, torch.where(mask_BG, logprobs_BG, 0.0)
     if surrogate == "cispo":
         loss_BG = cispo(logprobs_BG, ratio_BG, advantages_BG, mask_BG, **clips)
         return loss_BG, ratio_BG < 1.0 - clip_low, ratio_BG > 1.0 + clip_high
-    if surrogate == "dppo":
-        moved_BG = torch.where(mask_BG, own_BG.detach().exp() - old_logprobs_BG.exp(), 0.0)
-        below_BG, above_BG = (moved_BG < -clip_low) & is_bad_BG, (moved_BG > clip_high) & is_good_BG
+    if surrogate in ("dppo", "dppo_kl"):
+        old_BG, new_BG = (torch.where(mask_BG, one, 0.0).exp() for one in (old_logprobs_BG, own_BG.detach()))
+        moved_BG = new_BG - old_BG
+        far_BG = moved_BG.abs() if surrogate == "dppo" else binary_kl(old_BG, new_BG)
+        below_BG = (far_BG > clip_low) & (moved_BG < 0) & is_bad_BG
+        above_BG = (far_BG > clip_high) & (moved_BG > 0) & is_good_BG
         weight_BG = ratio_BG.detach().clamp(max=MOST_WEIGHT).masked_fill(below_BG | above_BG, 0.0)
         return -weight_BG * advantages_BG * own_BG, below_BG, above_BG
     if surrogate == "gmpo":
@@ -52,6 +56,12 @@ def terms(
         return gated(ratio_BG, advantages_BG, gate_temperatures), none_BG, none_BG
     assert surrogate == "reinforce", surrogate
     return -advantages_BG * own_BG, none_BG, none_BG
+
+
+def binary_kl(old_BG: Tensor, new_BG: Tensor) -> Tensor:
+    """Returns the KL divergence of the old probabilities of a token and of all others from the new ones."""
+    others_BG = torch.special.xlogy(1 - old_BG, (1 - old_BG) / (1 - new_BG))
+    return torch.special.xlogy(old_BG, old_BG / new_BG) + others_BG
 
 
 def cispo(

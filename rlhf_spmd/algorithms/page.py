@@ -43,7 +43,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 # options of policy losses, and parameters of their functions in surrogates.py and importance.py
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 RatioLevel = Literal["token", "sequence", "product"]
-Surrogate = Literal["clip", "cispo", "dppo", "sapo", "gmpo", "reinforce"]
+Surrogate = Literal["clip", "cispo", "dppo", "dppo_kl", "sapo", "gmpo", "reinforce"]
 Loss = Literal["sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down", "simpo", "orpo"]  # of pairs
 KLEstimator = Literal["k1", "k2", "k3"]
 ImportanceWeights = Literal["none", "token", "sequence", "geometric"]

@@ -27,15 +27,15 @@ class Options(off_policy.Options):
     kl_coef: NonNegative = 0.0  # weight of the KL divergence from the reference; 0: no reference is loaded
     # probability ratio of a token: its own, the geometric mean over its response (sequence), or their product
     ratio_level: RatioLevel = "token"
-    # policy loss: clip (PPO); cispo, where clipped ratios are weights and every token has a gradient; dppo, which
-    # leaves out tokens whose probability has moved too far; sapo, a soft gate; gmpo, the geometric mean of a response's
-    # ratios; or reinforce, without a ratio
+    # policy loss: clip (PPO); cispo, where clipped ratios are weights and every token has a gradient; dppo and
+    # dppo_kl, which leave out tokens whose probability has moved too far; sapo, a soft gate; gmpo, the geometric mean
+    # of a response's ratios; or reinforce, without a ratio
     surrogate: Surrogate = "clip"
     # probability ratios are clipped at 1 - clip_low; of gmpo their logarithms at -clip_low; of dppo a token is left out
-    # whose probability has fallen by more
+    # whose probability has fallen by more (dppo_kl: by a larger KL divergence)
     clip_low: NonNegative = 0.2
     # probability ratios are clipped at 1 + clip_high; of gmpo their logarithms at clip_high; of dppo a token is left
-    # out whose probability has risen by more
+    # out whose probability has risen by more (dppo_kl: by a larger KL divergence)
     clip_high: NonNegative = 0.2
     # temperatures of the gate of surrogate=sapo, for positive and for other advantages
     gate_temperatures: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.05)
@@ -92,7 +92,7 @@ def loss_problem(options: Options, *, kl_estimator: str | None = None, kl_unbias
         return (
             f"gate_temperatures belongs to surrogate=sapo, not to surrogate={options.surrogate}; leave one of them out"
         )
-    if options.ratio_level != "token" and options.surrogate in ("dppo", "gmpo", "reinforce"):
+    if options.ratio_level != "token" and options.surrogate in ("dppo", "dppo_kl", "gmpo", "reinforce"):
         return f"surrogate={options.surrogate} has no use for ratio_level={options.ratio_level}; leave one of them out"
     if options.surrogate == "clip" and options.clip_low > 1:
         return f"clip_low={options.clip_low}: ratios are positive, so it is at most 1"

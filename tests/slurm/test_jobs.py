@@ -4,9 +4,12 @@ make test-slurm
 """
 
 import json
+import re
 
+from bench.rows import read_rows
 from tests.run_mpi import REPOSITORY
 from tests.slurm.cluster import wait_until
+from tests.slurm.site import ENDED
 
 LIMIT_S = 120.0
 
@@ -23,6 +26,27 @@ def test_an_array_of_benches(site):
         wait_until(lambda job=job: site.cluster.job(job)["JobState"] in ("COMPLETED", "FAILED"), LIMIT_S, f"{job} ends")
         log = (site.folder / f"bench-{index}.log").read_text(encoding="utf-8")
         assert site.cluster.job(job)["ExitCode"] == code and text in log, log
+
+
+def test_the_matrix_of_the_papers_is_measured(site):
+    """On the ranks of one node and of two; a cell that cannot be placed is a row, and a second submission measures
+    nothing twice."""
+    folder = site.folder / "measured"
+    folder.mkdir()
+    words = ("--preset", "llama-15m", "--strategy", "flattening", "heterogeneous", "--iterations", "1", "--warmup", "1")
+    sizes = ("rollout_batch=4", "mini_batch=4", "micro_batch=2", "data.max_prompt=8", "generation.max_new_tokens=4")
+    rows: dict[str, list[dict]] = {}
+    for _ in range(2):
+        script = (str(REPOSITORY / "slurm" / "measure.sh"), "1x2", "2x1", ":", *words, *sizes, "dtype=float32")
+        jobs = re.findall(r"job (\d+)", site.cluster.command(*script, folder=folder, **site.environment))
+        for layout, job in zip(("1x2", "2x1"), jobs, strict=True):
+            wait_until(lambda job=job: site.cluster.job(f"{job}_0")["JobState"] in ENDED, 2 * LIMIT_S, f"{job} ends")
+            assert site.cluster.job(f"{job}_0")["ExitCode"] == "0:0", list(folder.glob("*.log"))
+            found = read_rows(site.runs / "measure" / f"{layout}.jsonl")
+            assert rows.setdefault(layout, found) == found
+    for good, refused in rows.values():
+        assert good["samples_per_s"] > 0 and good["calls"]["actor_train"]["measured_s"] > 0 and not good["why_not"]
+        assert refused["iteration_s"] is None and "heterogeneous" in refused["why_not"]
 
 
 def test_the_tests_of_a_site(site):

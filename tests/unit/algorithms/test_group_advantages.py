@@ -185,6 +185,7 @@ VARIANTS = [
     {"surrogate": "cispo", "clip_low": 0.3, "clip_high": 0.4, "kl_coef": 0.1},
     {"dual_clip": 1.5},
     {"surrogate": "dppo", "clip_low": 0.02, "clip_high": 0.03},
+    {"surrogate": "dppo_kl", "clip_low": 0.002, "clip_high": 0.001},
     {"surrogate": "sapo", "gate_temperatures": (1.5, 2.5), "aggregation": "seq-mean-token-mean"},
     {"surrogate": "gmpo", "clip_low": 0.1, "clip_high": 0.1, "aggregation": "seq-mean-token-mean"},
     {"surrogate": "reinforce", "scale": "none", "drop_equal_groups": True},  # GPG
