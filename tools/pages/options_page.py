@@ -31,7 +31,7 @@ from rlhf_spmd.runtime.offline.options import GenerateOptions
 PAGE = REPOSITORY / "docs" / "options.md"
 HEAD = """# Options
 
-*`python -m tools pages` writes this page from the code; do not edit it.*
+<!-- `python -m tools pages` writes this page from the code; do not edit it. -->
 
 Options are `KEY=VALUE` arguments, for example `iterations=3 ppo.kl_coef=0.02 strategy.zero=2`. `none` stands for no
 value, and lists are separated by commas. The program rejects an unknown option and suggests known ones, also for names

@@ -31,6 +31,7 @@ PROMISING = [
 DOCUMENTS = [*PROMISING, RESULTS, ROOT / "CHANGES.md", ROOT / "bench" / "LOG.md", ROOT / "bench" / "data" / "README.md"]
 SITE = ROOT / "tools" / "site" / "mkdocs.yml"
 MOST_LINES, MOST_COLUMNS = 200, 120
+MOST_COLUMNS_OF_A_COMMAND = 80  # more do not fit a column of the site
 GENERATED = (options_page.PAGE, metrics_page.PAGE, walk.PAGE)
 # pages with one limit for all of their words -> this limit
 MOST_WORDS = {
@@ -159,6 +160,12 @@ def test_lines_are_short(page):
     assert [line for line in long if line not in made] == []
 
 
+@pytest.mark.parametrize("page", PROMISING, ids=named)
+def test_commands_are_narrow(page):
+    lines = [line for language, block in blocks(page) if language in ("", "bash") for line in block.splitlines()]
+    assert [line for line in lines if len(line) > MOST_COLUMNS_OF_A_COMMAND] == []
+
+
 @pytest.mark.parametrize("page", DOCUMENTS, ids=named)
 def test_links_lead_somewhere(page):
     links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")) if "://" not in link]
@@ -186,7 +193,8 @@ def test_every_page_is_reachable():
 
 def test_every_page_has_a_place_on_the_site():
     places = re.findall(r"- (?:Home: )?(\S+\.md)$", SITE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {named(page) for page in DOCUMENTS} <= set(places)
+    decisions = (ROOT / "docs" / "decisions").glob("*.md")
+    assert {named(page) for page in (*DOCUMENTS, *decisions)} <= set(places)
     assert len(places) == len(set(places))
 
 

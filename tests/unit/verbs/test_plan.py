@@ -97,11 +97,11 @@ def test_the_winner_is_a_strategy_with_that_forecast(planned):
 def shown_in_the_readme() -> list[list[str]]:
     """Returns the rows of the table of `plan` there, in words."""
     text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    block = text.partition("```text\nllama-13b on 2x8")[2].partition("```")[0]
-    return [line.split() for line in block.splitlines()[2:]]
+    block = text.partition("```text\n  plan ")[2].partition("```")[0]
+    return [line.split() for line in block.splitlines()[1:]]
 
 
-README_CASE = ["--preset", "llama-13b", "--layout", "2x8", "--calibration", "a100-80g"]
+README_CASE = ["--preset", "llama-13b", "--layout", "2x8", "--device-type", "a100-80g"]
 
 
 def test_the_readme_shows_the_forecast_of_a_strategy(capsys):
