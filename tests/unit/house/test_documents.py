@@ -63,7 +63,7 @@ VERBS = (
     "status",
     "postmortem",
 )
-VERBS += ("algorithms", "forecast", "rehearse", "report")
+VERBS += ("algorithms", "forecast", "options", "rehearse", "report")
 
 
 def num_words(text: str) -> int:

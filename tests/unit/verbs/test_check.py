@@ -121,7 +121,11 @@ def test_a_thread_that_place_leaves_keeps_no_verb_alive(tmp_path):
         (["check", "flattening", "--preset", "llama-7"], ["unknown preset 'llama-7'", "llama-7b"]),
         (["check", "flattening", "--layout", "0x8"], ["layout '0x8'"]),
         (["check", "flattening", "--rank", "4"], ["--rank 4", "1x4", "0-3"]),
-        (["check", "flattening", "--lay", "1x4"], ["unknown argument '--lay'"]),
+        (["check", "flattening", "--lay", "1x4"], ["unknown argument '--lay' (did you mean '--layout'?)"]),
+        (
+            ["check", "flattening", "--algorthm", "grpo"],
+            ["unknown argument '--algorthm' (did you mean '--algorithm'?)"],
+        ),
         (["check", "flattening", "extra"], ["check takes one strategy", "drop extra"]),
         (["check", "flattening", "iterations=none"], ["iterations=none", "valid integer"]),
         (["check", "flattening", "itertions=3"], ["'itertions'", "did you mean 'iterations'"]),
@@ -158,7 +162,7 @@ def test_help_needs_no_mpi(arguments, capsys):
         main(arguments)
     out = capsys.readouterr().out
     assert end.value.code == 0 and "usage: rlhf-spmd" in out
-    for word, meaning in (("ppo.gamma=1.0", "discount factor"), ("generation.stop=", "texts that end a response")):
+    for word, meaning in (("ppo.clip_ratio=0.2", "distance from 1"), ("eval.prompts=", "held-out prompts")):
         assert bool(re.search(f"\n  {word} +{meaning}", out)) == (arguments[0] in ("check", "train"))
 
 
