@@ -112,13 +112,6 @@ def test_the_readme_shows_the_forecast_of_a_strategy(capsys):
     assert row[1] == f"{result['forecast_s']:.4g}" and row[3:5] == [f"{result['peak_bytes'] / 2**30:.1f}", "GiB"]
 
 
-@pytest.mark.slow
-def test_the_readme_shows_what_plan_prints(capsys, tmp_path):
-    assert main(["plan", *README_CASE, "--out", str(tmp_path / "planned.py")]) == 0
-    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert all(row in printed for row in shown_in_the_readme())
-
-
 def test_nothing_is_overwritten_unless_told(planned, capsys, tmp_path):
     _, _, path = planned
     before = path.read_text(encoding="utf-8")
