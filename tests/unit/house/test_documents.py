@@ -31,6 +31,7 @@ PROMISING = [
 DOCUMENTS = [*PROMISING, RESULTS, ROOT / "CHANGES.md", ROOT / "bench" / "LOG.md", ROOT / "bench" / "data" / "README.md"]
 SITE = ROOT / "tools" / "site" / "mkdocs.yml"
 MOST_LINES, MOST_COLUMNS = 200, 120
+MOST_RULES = 12  # of CONTRIBUTING.md: more are not kept
 MOST_COLUMNS_OF_A_COMMAND = 80  # more do not fit a column of the site
 GENERATED = (options_page.PAGE, metrics_page.PAGE, walk.PAGE)
 # pages with one limit for all of their words -> this limit
@@ -144,6 +145,12 @@ def test_every_family_has_its_models():
 
 def test_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_the_rules_are_few():
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rules = re.findall(r"^(\d+)\. ", guide.partition("## Rules")[2].partition("\n## ")[0], re.MULTILINE)
+    assert rules == [str(number) for number in range(1, len(rules) + 1)] and 1 < len(rules) <= MOST_RULES
 
 
 @pytest.mark.parametrize(("pages", "most"), MOST_WORDS.items(), ids=["manual", "results"])
