@@ -1,28 +1,5 @@
-"""One program with a subcommand for each task: train, evaluate, generate, profile (on MPI ranks), rehearse,
-check, plan, forecast, draw, algorithms, status, report, rollouts, postmortem, coming-from (no MPI, no torch), convert.
-
-mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
-mpirun -n 4 python -m rlhf_spmd train --resume runs/RUN
-mpirun -n 2 python -m rlhf_spmd generate --model FOLDER --prompts p.jsonl --out r.jsonl generation.temperature=0.7
-mpirun -n 2 python -m rlhf_spmd evaluate --model FOLDER eval.prompts=test.jsonl reward_function=FILE.py:NAME
-mpirun -n 4 python -m rlhf_spmd train --config FILE.yaml iterations=3
-python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b strategy.zero=3
-python -m rlhf_spmd plan --preset llama-13b --layout 2x8 --calibration a100-80g
-python -m rlhf_spmd forecast mine.py --preset llama-13b --layout 2x8
-python -m rlhf_spmd rehearse mine.py --preset llama-13b --layout 8x8
-python -m rlhf_spmd draw flattening separation mine.py --layout 1x8 --out strategies.png
-python -m rlhf_spmd coming-from verl.yaml > options.yaml
-python -m rlhf_spmd coming-from trl grpo --model_name_or_path m --dataset_name d > options.yaml
-python -m rlhf_spmd algorithms
-python -m rlhf_spmd convert model.gguf FOLDER
-python -m rlhf_spmd status runs/NAME
-python -m rlhf_spmd rollouts runs/NAME --where "scores<0" --limit 5
-python -m rlhf_spmd report runs/NAME --out report.html
-python -m rlhf_spmd postmortem runs/NAME
-mpirun -n 2 python -m rlhf_spmd profile --out mine.json
-
-The installed command `rlhf-spmd` is the same as `python -m rlhf_spmd`; `rlhf-spmd --version` prints versions.
-"""
+"""One program with a subcommand for each task (command_line/arguments.toml): train, evaluate, generate and profile run
+on MPI ranks, all others in one process, most of them without MPI and torch."""
 
 import argparse
 import atexit
@@ -129,7 +106,7 @@ def read(words: list[str]) -> argparse.Namespace:
     UserError."""
     from rlhf_spmd.command_line.arguments import parse
 
-    parsed = parse(words, __doc__)
+    parsed = parse(words)
     if getattr(parsed, "config", None) is not None:
         from rlhf_spmd.command_line.words import read_words
 

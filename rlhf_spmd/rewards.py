@@ -1,7 +1,7 @@
 """Reward functions that come with the package, used as `rlhf_spmd.rewards:numeric_answer`, and makers of some.
 
 `answer` is a column of the data set. A row without an answer (null) has no score: these functions do not apply to it.
-Functions that execute code are not among them: docs/data_and_rewards.md says how to call a sandbox.
+Functions that execute code are not among them: docs/rewards.md says how to call a sandbox.
 """
 
 import asyncio

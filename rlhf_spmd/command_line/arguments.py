@@ -3,8 +3,6 @@ arguments."""
 
 import argparse
 import math
-import shutil
-import textwrap
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,20 +10,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.printing import command_lines
-from rlhf_spmd.pages.other_names import PROGRAMS
+from rlhf_spmd.pages.other_names import PROGRAMS, elsewhere
 
-PROGRAM, AS_MODULE = "rlhf-spmd", "python -m rlhf_spmd"
+PROGRAM, HELP_COLUMN = "rlhf-spmd", 28
+USING = ("run", "responses")  # words of subcommands that set options
 TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 VERBS: Mapping[str, Any] = TABLE["verbs"]
 CHECKED = ("check", "draw", "forecast", "rehearse")  # verbs of strategies, which may stand between options
-WORDS = {  # what KEY=VALUE arguments set -> what help says of them
-    "run": "KEY=VALUE arguments set options, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1, and take precedence "
-    "over the preset. These are the options of a run of PPO, with their defaults; docs/options.md lists the presets "
-    "whose defaults differ, and the options of other algorithms and of the strategies:",
-    "responses": "A row of JSON may have fields of its own: max_new_tokens, min_new_tokens, temperature, "
-    "top_k, top_p, min_p, stop. KEY=VALUE arguments set these options, here with their defaults:",
-}
 
 
 def _given(text: str) -> str:
@@ -57,12 +48,19 @@ TYPES: dict[str, Callable[[str], Any]] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print and exit: under mpirun every rank would. Options cannot be abbreviated."""
+    """Raises where argparse would print and exit: under mpirun every rank would. Options cannot be abbreviated.
+
+    words: of its subcommand in arguments.toml.
+    given: --algorithm and --preset of the command line.
+    """
 
     words = ""
+    given: Mapping[str, str | None] = {}
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+        form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=HELP_COLUMN)
+        super().__init__(**settings, add_help=False, allow_abbrev=False, formatter_class=form)
+        self.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help lists the options)")
@@ -73,34 +71,12 @@ class _Parser(argparse.ArgumentParser):
         super().exit(status, message)
 
     def format_help(self) -> str:
-        """Returns the help of argparse, and the options that KEY=VALUE arguments set."""
-        return super().format_help() + (_words_help(self.words) if self.words in WORDS else "")
+        """Returns the help of argparse, with examples and the options that are used most."""
+        from rlhf_spmd.command_line.help import examples_of, usual_options
 
-
-def _words_help(words: str) -> str:
-    """Returns the options of a tree, with their defaults and meanings."""
-    from rlhf_spmd.config.options import Config
-    from rlhf_spmd.pages.option_tree import options_of
-    from rlhf_spmd.pages.option_values import text_of
-    from rlhf_spmd.runtime.offline.options import GenerateOptions
-
-    lines = [textwrap.fill(WORDS[words], _columns())]
-    for key, option in options_of(Config(preset="") if words == "run" else GenerateOptions()).items():
-        text = f"{f'{key}={text_of(option.value)}':<31} {option.meaning}"
-        if key != "preset":  # it is --preset
-            lines.append(textwrap.fill(text, _columns(), initial_indent="  ", subsequent_indent=" " * 34))
-    return "\n" + "\n".join(lines) + "\n"
-
-
-def _columns() -> int:
-    return shutil.get_terminal_size().columns - 2
-
-
-def _fitted(paragraph: str) -> str:
-    """Returns a paragraph, or examples of commands, on lines of the terminal."""
-    if paragraph[:1].isupper():
-        return textwrap.fill(paragraph, _columns())
-    return "\n".join(command_lines(line.split(" "), _columns()) for line in paragraph.split("\n"))
+        name = self.prog.removeprefix(PROGRAM).strip()
+        text = f"{super().format_help()}\n{examples_of(VERBS, [name] if name else TABLE['first'])}\n"
+        return text + (usual_options(self.words, self.given, text.count("\n")) if self.words in USING else "")
 
 
 class _Version(argparse.Action):
@@ -114,36 +90,44 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def parser(text: str) -> argparse.ArgumentParser:
-    """Returns the parser of all subcommands.
-
-    text: what help says below them, with a line for each example of a command.
-    """
-    epilog = "\n\n".join(map(_fitted, text.strip().split("\n\n")))
-    parser = _Parser(prog=PROGRAM, description="RLHF as one SPMD program.", epilog=epilog)
-    parser.add_argument(
+def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Returns the parser of all subcommands. words: a command line, whose algorithm help is about."""
+    asked = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--algorithm", "--preset"):
+        asked.add_argument(name, nargs="?")
+    given = vars(asked.parse_known_args(words)[0])
+    parser = _Parser(prog=PROGRAM, description="RLHF as one SPMD program: a strategy decides which rank does what.")
+    parser.add_argument_group().add_argument(
         "--version", action=_Version, nargs=0, help="print the versions of the program and its packages"
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="SUBCOMMAND", title="subcommands")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="SUBCOMMAND ...", title="subcommands")
     for name, verb in VERBS.items():
+        arguments = arguments_of(name)
         title = f"{verb['help'][0].upper()}{verb['help'][1:]}."
-        examples = [_fitted(line) for line in text.split("\n") if f"{AS_MODULE} {name} " in f"{line} "]
-        of_verb = verbs.add_parser(
-            name,
-            help=verb["help"],
-            description=textwrap.fill(title, _columns()),
-            epilog="\n".join(["examples:", *(textwrap.indent(example, "  ") for example in examples)]),
-        )
-        of_verb.words = verb.get("words", "")
+        of_verb = verbs.add_parser(name, help=verb["help"], description=title, usage=_usage(name, arguments))
+        of_verb.words, of_verb.given = verb.get("words", ""), given
         of_verb.set_defaults(file=None)
-        exclusive = of_verb.add_mutually_exclusive_group() if "exclusive" in verb else of_verb
-        for argument, settings in arguments_of(name).items():
-            group = exclusive if argument in verb.get("exclusive", ()) else of_verb
+        plain = of_verb.add_argument_group()
+        exclusive = plain.add_mutually_exclusive_group() if "exclusive" in verb else plain
+        for argument, settings in sorted(arguments.items(), key=lambda item: item[0].startswith("-")):
+            group = exclusive if argument in verb.get("exclusive", ()) else plain
             settings = settings | ({"type": TYPES[settings["type"]]} if "type" in settings else {})
             if settings.get("action") == "yes_or_no":
                 settings = settings | {"action": argparse.BooleanOptionalAction}
             group.add_argument(argument, **settings)
     return parser
+
+
+def _usage(name: str, arguments: Mapping[str, Any]) -> str:
+    """Returns the first line of the help of a subcommand."""
+    parts = [f"{PROGRAM} {name}"]
+    for argument, settings in arguments.items():
+        if not argument.startswith("-"):
+            word, many = settings["metavar"], settings.get("nargs", "")
+            parts.append({"": word, "+": f"{word} ...", "?": f"[{word}]", "*": f"[{word} ...]"}[many])
+        elif settings.get("required"):
+            parts.append(f"{argument} {settings['metavar']}")
+    return " ".join([*parts, "[OPTIONS]", *["[KEY=VALUE]"] * (VERBS[name].get("words", "") in USING)])
 
 
 def arguments_of(verb: str) -> dict[str, Any]:
@@ -154,18 +138,15 @@ def arguments_of(verb: str) -> dict[str, Any]:
     return arguments
 
 
-def parse(words: Sequence[str], text: str = "") -> argparse.Namespace:
+def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parses a command line into the options of a subcommand; its other arguments with `=` are overrides. Raises
-    UserError.
-
-    text: see `parser`.
-    """
+    UserError."""
     if words and not words[0].startswith("-") and words[0] not in VERBS:
         from rlhf_spmd.pages.option_suggestions import check_known
 
         check_known("subcommand", words[0], VERBS)
     foreign = _foreign_words(words)
-    parsed, rest = parser(text).parse_known_args(words[: len(words) - len(foreign)])
+    parsed, rest = parser(words).parse_known_args(words[: len(words) - len(foreign)])
     parsed.words, verb = foreign, parsed.verb
     for word in rest:
         if word.startswith("-"):
@@ -199,12 +180,14 @@ def _foreign_words(words: Sequence[str]) -> Sequence[str]:
 def _hint(word: str, parsed: argparse.Namespace) -> str:
     """Returns a suggestion for an unknown word with dashes, for the end of a message."""
     from rlhf_spmd.config.presets import all_keys
-    from rlhf_spmd.pages.option_suggestions import suggest_option
+    from rlhf_spmd.pages.option_suggestions import did_you_mean, suggest_option
 
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
     if name in all_keys():
         return f" (did you mean {name}=VALUE, without dashes?)"
-    hint = suggest_option(name, (), all_keys())
+    known = [known for known in arguments_of(parsed.verb) if known.startswith("--")]
+    near = "" if name in elsewhere() else did_you_mean(word.partition("=")[0], known)
+    hint = near or suggest_option(name, (), all_keys())
     if "--layout" in hint and not hasattr(parsed, "layout"):
         return " (start N ranks with mpirun -n N or srun)"
     return hint

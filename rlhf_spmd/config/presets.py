@@ -174,6 +174,11 @@ PRESETS = {"tiny": tiny, "arithmetic": arithmetic, "tools": tools, "model": for_
 }
 
 
+def default_algorithm(preset: str | None) -> str:
+    """Returns the algorithm of a preset, unless another one is named."""
+    return ALGORITHMS.get(preset or "", "ppo")
+
+
 def load(
     preset: str | None,
     overrides: Iterable[str] = (),
@@ -195,7 +200,7 @@ def load(
         raise UserError("--model is empty: give a folder (a variable that is not set?)")
     file, overrides = file or ConfigFile(""), [*overrides]
     preset = preset or file.words.get("preset")
-    page, file = _algorithm(algorithm, file, ALGORITHMS.get(preset or "", "ppo"))
+    page, file = _algorithm(algorithm, file, default_algorithm(preset))
     if model:
         file = file.without(f"models.{next(iter(page.roles))}".__eq__)
     model = model or file.words.get("model")
@@ -271,5 +276,5 @@ def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algori
 def all_keys(file: ConfigFile | None = None) -> list[str]:
     """Returns every key that an override may set in a run of PPO, or of the algorithm that a file names."""
     file = file or ConfigFile("")
-    page, _ = _algorithm(None, file, ALGORITHMS.get(file.words.get("preset", ""), "ppo"))
+    page, _ = _algorithm(None, file, default_algorithm(file.words.get("preset")))
     return keys_of(Config(preset="", algorithm=page))

@@ -1,6 +1,7 @@
 """Finds a strategy module by name or file, and calls its `place()` with typed options from the command line."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.option_suggestions import check_known
+from rlhf_spmd.pages.option_tree import comments_of
 from rlhf_spmd.pages.option_values import parse_value
 from rlhf_spmd.pages.user_module import calling, load_module, modules_in, naming
 from rlhf_spmd.plan.cluster import Cluster
@@ -40,6 +42,14 @@ class Strategy:
             known |= inspect.signature(part, eval_str=True).parameters
         by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return {name: part for name, part in known.items() if part.kind in by_name and name not in GIVEN}
+
+    @property
+    def meanings(self) -> dict[str, str]:
+        """What the docstring of place() says of its options (`NAME: meaning.`), and the comments of OPTIONS."""
+        text = " ".join((inspect.getdoc(self.place) or "").split())
+        parts = re.split(rf"(?:^|(?<=\. ))({'|'.join(self.parameters)}): ", text)[1:] if self.parameters else []
+        told = {name: meaning.strip() for name, meaning in zip(parts[::2], parts[1::2], strict=True)}
+        return told | (comments_of(self.further) if self.further else {})
 
     @property
     def comes_with_package(self) -> bool:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.faults.faults import AHEAD, OPTIONS, WORDS, killed
 from bench.rows import TIMED
 from tests import warm
-from tests.started import Started, num_iterations, outcome, slowest_s
+from tests.started import Started, num_iterations, outcome
 
 BASE = ("--preset", "tiny", "--strategy", "separation", "strategy.ahead=1", "rollout_batch=16", "mini_batch=8")
 SMALL = ("iterations=3", "checkpoint.every=1", "checkpoint.keep=9", "num_samples=0", "rollouts.every=1")
@@ -84,15 +83,6 @@ def test_a_run_that_has_ended_begins_with_a_prologue(whole):
     assert rows(run)[:3] == rows(whole) and rows(run)[3]["lag_max_abs"] <= 1e-4
 
 
-@pytest.mark.slow
-def test_a_damaged_batch_is_told(whole):
-    run = interrupted(whole, "damaged", 1)
-    file = run / "checkpoints" / "iteration-000001" / "drawn-0001.safetensors"
-    file.write_bytes(file.read_bytes()[:-4])
-    status, _, stderr = trained(2, "--resume", run)
-    assert status == 2 and "drawn-0001.safetensors" in stderr
-
-
 def test_sigterm_saves_the_batch_in_flight(tmp_path):
     """The step ends, and the resumed run trains what it has drawn, to the bits of an undisturbed run."""
     options = [*BASE, *SMALL, "checkpoint.every=0"]
@@ -109,22 +99,3 @@ def test_sigterm_saves_the_batch_in_flight(tmp_path):
         status, stdout, stderr = trained(2, *words)
         assert status == 0, stdout + stderr
     assert outcome(started.folder) == outcome(tmp_path / "alone")
-
-
-@pytest.mark.slow
-def test_six_kills(tmp_path):
-    """The same bits, no prompt skipped or repeated; 100 more in `python -m bench faults`."""
-    options = [*OPTIONS, *WORDS[AHEAD], "--strategy", "separation"]
-    alone = Started(4, tmp_path / "alone", *options)
-    status, stderr = alone.end()
-    assert status == 0, stderr
-    rows = killed(options, tmp_path / "killed", outcome(alone.folder), slowest_s(alone.folder), 6, "six kills")
-    assert len(rows) == 6 and all(row["equal"] and not row["hang"] and not row["orphans"] for row in rows), rows
-    assert all(row["named"] for row in rows if row["rank"] is not None)
-
-
-@pytest.mark.slow
-def test_the_parity_gate_ends_a_run_where_its_batch_is_drawn(tmp_path):
-    status, _, stderr = trained(2, *BASE, *SMALL, "parity_tolerance=0", "--runs", tmp_path, "--name", "gate")
-    assert status == 2 and "generation and training disagree" in stderr, stderr
-    assert num_iterations(tmp_path / "gate") == 0

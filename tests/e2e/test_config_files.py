@@ -67,23 +67,6 @@ def test_a_dry_run_of_a_resumed_run_names_its_own_strategy(first, warm):
     assert status == 0 and "  name: flattening\n" in stdout, stderr
 
 
-def test_it_goes_on_without_the_file(first, warm):
-    run, _ = first
-    status, _, stderr = warm.run(["train", "--resume", run, "--config", run / "config.json"])
-    assert status == 2 and "--config and --resume" in stderr and "drop --config" in stderr
-    status, _, stderr = warm.run(["train", "--resume", run, "iterations=3"])
-    assert status == 0, stderr
-    assert json.loads((run / "config.json").read_text(encoding="utf-8"))["iterations"] == 3
-
-
-@pytest.mark.parametrize(
-    "words", [["train", "--resume", ""], ["check", "flattening", "--layout", ""], ["train", "--algorithm", ""]]
-)
-def test_an_empty_word_is_refused(words, warm):
-    status, _, stderr = warm.run(words)
-    assert status == 2 and "it is empty (a variable that is not set?)" in stderr
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [

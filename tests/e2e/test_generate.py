@@ -104,30 +104,6 @@ def test_a_line_has_sampling_of_its_own(tmp_path):
     assert found[4] == common[4]
 
 
-def test_a_file_of_options(tmp_path):
-    """That of a training run: its model and what both verbs have; conversations are rendered. Words win."""
-    (tmp_path / "template.jinja").write_text(
-        "{{ bos_token }}{% for one in messages %}{{ one.content }}{% endfor %}", encoding="utf-8"
-    )
-    (tmp_path / "run.yaml").write_text(
-        f"algorithm: grpo\nmodel: {ACTOR}\nstrategy: {{name: flattening, zero: 1}}\nsamples_per_prompt: 2\nseed: 1\n"
-        f"iterations: 9\ngrpo:\n  kl_coef: 0\ndata:\n  key:\n  chat_template: {tmp_path / 'template.jinja'}\n"
-        "generation: {max_new_tokens: 9, temperature: 0.7}\nreward_function: [a.py:f]\neval:\n",
-        encoding="utf-8",
-    )
-    plain = embedded_prompts(4)
-    chats = [{"prompt": [{"role": "user", "content": line["prompt"]}]} for line in plain]
-    words = ["samples_per_prompt=2", "--seed", "3", "generation.max_new_tokens=5", "generation.temperature=0.7"]
-    expected = generate(0, tmp_path, plain, *words, name="words")
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in chats), encoding="utf-8")
-    files = ["--config", str(tmp_path / "run.yaml"), "--prompts", str(tmp_path / "p.jsonl")]
-    more = ["--out", str(tmp_path / "file"), "--seed", "3", "generation.max_new_tokens=5"]
-    status, _, stderr = start(0, [*files, *more])
-    assert status == 0, stderr
-    texts = [line | {"prompt": line["prompt"].removeprefix("<|begin|>")} for line in read(tmp_path / "file")]
-    assert texts == expected
-
-
 def test_long_prompts_are_cut_or_dropped_and_keep_their_numbers(tmp_path):
     """A prompt's random numbers belong to its place in the file, whatever is dropped before it."""
     lines = embedded_prompts(6)

@@ -127,9 +127,3 @@ def test_every_strategy_places_it_or_says_why_not(page, options, warm):
         status, stdout, stderr = warm.run(["check", strategy, "--layout", "1x4", "--json", *base])
         last = json.loads(stdout.splitlines()[-1])
         assert (status == 0 and last["errors"] == 0) or "there is nothing to " in stderr, strategy + stdout + stderr
-
-
-def test_a_group_of_one(options, warm):
-    words = ["train", "--algorithm", "grpo", *options, "samples_per_prompt=1", "rollout_batch=12"]
-    status, _, stderr = warm.run(words)
-    assert status == 2 and "set samples_per_prompt=8, or at least 2" in stderr and "Traceback" not in stderr

@@ -102,16 +102,6 @@ def test_episodes_are_shown_by_turns(whole, capsys):
     assert all(f">{name}<" in shown for name in ("turns", "tool_calls", "tool_failures", "reward"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "more"), [(1, ()), (4, ("environment_workers=2",)), (2, ("environment_workers=3",))])
-def test_tokens_do_not_depend_on_ranks_and_workers(whole, ranks, more):
-    run = whole.with_name(f"on-{ranks}-{len(more)}")
-    trained(ranks, *WORDS, *SMALL, "--runs", run.parent, "--name", run.name, *more)
-    assert [row["tokens_sha256"] for row in rows(run)] == [row["tokens_sha256"] for row in rows(whole)]
-    if ranks == 2:
-        assert rows(run) == rows(whole)
-
-
 # ---- weights, bit by bit ---------------------------------------------------------------------------------------------
 
 
@@ -131,17 +121,6 @@ def of_three(tmp_path_factory):
         return folder / f"on-{ranks}"
 
     return made
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_weights_do_not_depend_on_when_answers_come(of_three, ranks):
-    """To the bit on as many ranks; on others up to the order of sums, and tokens are the same."""
-    run = of_three(ranks).with_name(f"again-{ranks}")
-    words = ("--runs", run.parent, "--name", run.name, f"environment={OWN}:Sleepy", "environment_workers=2")
-    trained(ranks, *WORDS, *THREE, *words, limit_s=400.0, DEADLY=str(run.parent))
-    assert rows(run) == rows(of_three(ranks)) and weights_of(run) == weights_of(of_three(ranks))
-    assert [row["tokens_sha256"] for row in rows(run)] == [row["tokens_sha256"] for row in rows(of_three(1))]
 
 
 @pytest.mark.slow

@@ -215,14 +215,6 @@ def test_a_dry_run_prints_what_check_does_and_leaves_nothing(overrides, warm, tm
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_finds_what_a_run_would_say_later(overrides, warm, tmp_path):
-    (tmp_path / "r.py").write_text("def f(prompts, answers): ...\n", encoding="utf-8")
-    words = [f"reward_function={tmp_path / 'r.py'}:f", f"data.prompts={tmp_path / 'none.jsonl'}"]
-    status, stdout, stderr = warm.run(["train", "--dry-run", *overrides, *words])
-    assert status == 1 and stderr == "" and stdout.splitlines()[-2] == "Refused: 1 error and 1 warning."
-    assert "none.jsonl does not exist" in stdout and "not checked: name it on the command line of `check`" in stdout
-
-
 def test_a_stuck_rank_is_named(overrides, warm, tmp_path):
     """One rank sleeps in its reward function: the others give up at the deadline and say where it is."""
     (tmp_path / "r.py").write_text(

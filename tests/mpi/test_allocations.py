@@ -15,7 +15,6 @@ import torch
 from rlhf_spmd.plan.cost.memory import num_params, static_bytes, working_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.runtime.engines.flat_engine import FlatEngine
 from rlhf_spmd.runtime.generation.engine import Engine
@@ -91,36 +90,6 @@ def test_replicated_reference_and_reward_take_half(strategy, settings, world, ma
     trained = [p for engine in run.job.models.engines.values() for p in engine.model.parameters()]
     held = sum(p.nbytes for p in (*frozen_weights(run), *trained))
     assert abs(held - forecast) <= 0.02 * forecast
-
-
-@pytest.mark.slow_at(2, 5, 8)
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(interleaving1, marks=pytest.mark.slow), interleaving2],
-    ids=["interleaving1", "interleaving2"],
-)
-def test_sharded_they_take_the_same_bytes_in_smaller_groups(strategy, settings, world, make_group):
-    if world.size == 2:
-        pytest.skip("a half of two ranks has nothing to shard")
-    held, sizes = [], []
-    for place in (flattening.place, strategy.place):
-        program = compiled(settings, world.size, place, zero=3)
-        run = RunOf(settings, with_groups(world, program, make_group), program)
-        models = run.job.models
-        assert sum(p.numel() for p in frozen_weights(run)) == 0
-        shards = [shard.nbytes for sharded in models.sharded.values() for shard in sharded.shards()]
-        held.append(sum(world.allgather(sum(shards), "the shards")))
-        runs = [step for step in program.instructions[world.rank] if isinstance(step, Run)]
-        names = {step.group for step in runs if step.call in ("reference_infer", "reward_infer")}
-        sizes.append({len(program.groups[name]) for name in names})
-        calls = program.workload.workflow.placed_calls
-        name, _ = next(iter(models.sharded))
-        with models.weights(next(call for call in calls if call.model == name)) as model:
-            assert all(p.numel() for p in model.parameters())
-        run.iteration()
-        assert sum(p.numel() for p in frozen_weights(run)) == 0  # what was gathered is free again
-    assert abs(held[1] - held[0]) <= 0.01 * held[0]  # but for padding
-    assert sizes[0] == {world.size} and sizes[1] <= {world.size // 2, -(-world.size // 2)}
 
 
 @pytest.mark.slow_at(2, 5, 8)

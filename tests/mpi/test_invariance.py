@@ -28,7 +28,6 @@ from rlhf_spmd.runtime.world.groups import connect_pairs
 from rlhf_spmd.strategies import _template, flattening, interleaving1, interleaving2, separation
 from tests.edges import explain_flips
 from tests.folders import write_all
-from tests.noise import LIMIT, in_standard_errors
 from tests.runs import RunOf, compiled, load
 
 pytestmark = [
@@ -307,16 +306,6 @@ def alone_in_bfloat16(folder, made_once) -> tuple[Config, list[dict]]:
         ["bfloat16"], lambda _, path: path.write_text(json.dumps(RunOf(settings).iterations()), encoding="utf-8")
     )
     return settings, json.loads((runs / "bfloat16").read_text(encoding="utf-8"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ["separation", "flattening", "interleaving1", "interleaving2"])
-def test_rewards_in_bfloat16_stay_within_noise(placement, world, alone_in_bfloat16, make_group):
-    """Rounding lets tokens differ there; ten iterations' mean rewards lie no further apart than chance puts them."""
-    settings, expected = alone_in_bfloat16
-    program = compiled(settings, world.size, PLACEMENTS[placement])
-    history = RunOf(settings, with_groups(world, program, make_group), program).iterations()
-    assert in_standard_errors(history, expected, settings.rollout_batch) <= LIMIT
 
 
 def test_weights_travel_in_many_buckets(world, folder, alone, make_group, monkeypatch):

@@ -140,16 +140,6 @@ def test_empty_slices(world, make_group, name):
         assert_drawn_alike(sampled, sample(logits_BV, bits_B, **RULES[name]))
 
 
-def test_equal_logits_everywhere(world, make_group):
-    """The lists of largest logits say nothing until they are complete; greedy takes the lowest id."""
-    group = make_group(range(world.size))
-    rows = torch.zeros(20, 1100), random_rows(20)
-    assert draw(world, group, *rows, temperature=0.0).tokens_B.tolist() == [0] * 20
-    stored = draw(world, group, *rows, num_stored=4)
-    assert stored.support_BK.tolist() == [[0, 1, 2, 3]] * 20 and stored.tokens_B.max() == 3
-    assert_drawn_alike(draw(world, group, *rows, top_p=0.5), sample(*rows, top_p=0.5))
-
-
 def test_messages(world, make_group, monkeypatch):
     """Two for rows that keep everything, one for rows that keep some; an empty batch sends nothing."""
     group, sent = make_group(range(world.size)), []

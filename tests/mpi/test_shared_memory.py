@@ -27,12 +27,3 @@ def test_without_room_there_is_no_shared_memory(world, monkeypatch):
     assert not [name for name in left if name.startswith("rlhf_spmd_")]
     monkeypatch.setattr(arena_file, "SHARED_MEMORY", "/nowhere")
     assert Arena.make(world, 100) is None
-
-
-def test_parts_of_an_arena_are_the_same_memory(world):
-    made = Arena.make(world, 10 + world.rank)
-    assert made.holds(range(world.size)) and not made.holds((world.size,))
-    made.parts[world.rank].fill_(world.rank + 1)
-    world.barrier("the writing")
-    assert [int(made.parts[rank][-1]) for rank in range(world.size)] == list(range(1, world.size + 1))
-    world.barrier("the reading")

@@ -78,13 +78,6 @@ def test_gathered_shards_again_after_an_error(job):
     trainee.check(single_process(2, clip=CLIP))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_gathered_is_nothing_below_stage_3(job, zero):
-    trainee = Trainee(job, "all", zero, clip=CLIP)
-    with trainee.engine.gathered():
-        assert all(p.numel() > 0 for p in trainee.engine.model.parameters())
-
-
 # --- Edges --------------------------------------------------------------------------------------------------
 
 
@@ -120,11 +113,6 @@ def test_a_rank_may_return_a_constant_at_stage_0(job):
     expected = single_process(2, clip=CLIP)
     for name, weight in whole_weights(engine).items():
         torch.testing.assert_close(weight, expected.state[name], rtol=1e-5, atol=2e-6)
-
-
-def test_different_starts_are_refused(job):
-    with pytest.raises(AssertionError, match="different weights"):
-        make_engine(tiny(job.world.rank), groups=Groups(data=job.groups("all")[0]), options=EngineOptions(zero=1))
 
 
 def test_nothing_leaks_out_of_the_subgroup(job, capfd, monkeypatch):

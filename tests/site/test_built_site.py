@@ -90,6 +90,17 @@ def test_all_documents_are_pages_and_have_become_html(pages):
         assert not raw, (path.name, raw[:3])  # a list, table, heading, link or block that stayed text
 
 
+def test_pages_name_the_version_and_their_neighbours():
+    page = (SITE / "docs" / "options.html").read_text(encoding="utf-8")
+    assert re.search(r"<title>Options - rlhf_spmd \d+\.\d+\.\d+</title>", page)
+    assert re.search(r'<nav class="md-footer__inner.*aria-label="Previous: .*aria-label="Next: ', page, re.DOTALL)
+
+
+def test_pictures_link_to_themselves():
+    page = (SITE / "index.html").read_text(encoding="utf-8")
+    assert re.search(r'<a href="bench/results/maps.png"><img [^>]*src="bench/results/maps.png"', page)
+
+
 def test_a_search_finds_an_option(pages):
     index = (SITE / "search" / "search_index.js").read_text(encoding="utf-8")
     assert "samples_per_prompt" in index and "Placement" in index

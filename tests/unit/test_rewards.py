@@ -1,12 +1,8 @@
 """The reward functions of the package."""
 
-import sys
-import time
-
 import pytest
 
 from rlhf_spmd import rewards
-from rlhf_spmd.errors import UserError
 
 
 def of(function, pairs: list[tuple[str, object]]) -> list[float]:
@@ -65,26 +61,12 @@ def test_numbers_are_compared_exactly(response, answer, right):
     assert of(rewards.numeric_answer, [(response, answer)]) == [right]
 
 
-def test_numbers_of_any_size_are_compared_at_once():
-    began = time.process_time()
-    for exponent in (999_999_999, 999_999_999_999_999_999):
-        assert rewards.last_number(f"1e{exponent}") != rewards.last_number(f"1e-{exponent}")
-        assert rewards.last_number(f"{'1' * 9}e{exponent - 9}") == rewards.last_number(f"{'1' * 9}0e{exponent - 10}")
-    assert time.process_time() - began < 1
-
-
 def test_boxed_answers():
     pytest.importorskip("math_verify")
     right = [(r"so \boxed{\frac{1}{2}}", r"\frac12"), (r"\boxed{0.5}", "1/2"), (r"\boxed{x^2+2x+1}", "(x+1)^2")]
     right += [(r"\boxed{1} no, \boxed{(1,3)}", r"\boxed{(1, 3)}")]
     wrong = [("1/2", "1/2"), (r"\boxed{1/3}", "1/2"), (r"\boxed{1/2", "1/2"), (r"\boxed{}", "2")]
     assert of(rewards.boxed_answer, right) == [1.0] * 4 and of(rewards.boxed_answer, wrong) == [0.0] * 4
-
-
-def test_boxed_answers_say_what_they_need(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(UserError, match="pip install math-verify"):
-        of(rewards.boxed_answer, [("a", "b")])
 
 
 def test_formats_and_lengths():

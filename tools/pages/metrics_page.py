@@ -15,7 +15,7 @@ from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 PAGE = REPOSITORY / "docs" / "metrics.md"
 HEAD = """# Metrics of the algorithms
 
-*`python -m tools pages` writes this page from the code; do not edit it.*
+<!-- `python -m tools pages` writes this page from the code; do not edit it. -->
 
 The names are those of `metrics.jsonl`. Metrics that every algorithm has are in [Run
 folder](run_folder.md#metrics). *Console* is the heading of the metric's column. *Normal* is the range outside

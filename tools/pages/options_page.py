@@ -8,8 +8,6 @@ Cost: none. Command: python -m tools pages. A unit test fails when the page is n
 """
 
 import collections.abc
-import inspect
-import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -23,7 +21,7 @@ from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
 from rlhf_spmd.pages import other_names
 from rlhf_spmd.pages.algorithm import Algorithm, algorithm_names, load_algorithm
-from rlhf_spmd.pages.option_tree import Option, OptionTree, comments_of, options_of
+from rlhf_spmd.pages.option_tree import Option, OptionTree, options_of
 from rlhf_spmd.pages.option_values import text_of
 from rlhf_spmd.pages.strategy import load_strategy, strategy_names
 from rlhf_spmd.runtime.offline.options import GenerateOptions
@@ -31,13 +29,13 @@ from rlhf_spmd.runtime.offline.options import GenerateOptions
 PAGE = REPOSITORY / "docs" / "options.md"
 HEAD = """# Options
 
-*`python -m tools pages` writes this page from the code; do not edit it.*
+<!-- `python -m tools pages` writes this page from the code; do not edit it. -->
 
 Options are `KEY=VALUE` arguments, for example `iterations=3 ppo.kl_coef=0.02 strategy.zero=2`. `none` stands for no
 value, and lists are separated by commas. The program rejects an unknown option and suggests known ones, also for names
 of [TRL, verl and OpenRLHF](coming_from.md). All wrong ones, of the command line and of a file, are named at once.
-`python -m rlhf_spmd train --help` lists the options with two dashes, such as `--model`, and those of this page for a
-run of PPO.
+`rlhf-spmd train --help` lists the arguments with two dashes and the options used most, `rlhf-spmd options kl
+--algorithm grpo` the options of GRPO that have *kl* in their name or meaning.
 
 ## A file of options
 
@@ -229,17 +227,9 @@ def _tables_of_algorithm(algorithm: Algorithm) -> list[str]:
 def strategy_options(name: str) -> list[tuple[str, Any, Any, str]]:
     """Returns name, type, default and meaning of each option of a strategy."""
     strategy = load_strategy(name)
-    meanings = _meanings(name) | (comments_of(strategy.further) if strategy.further else {})
-    return [(one.name, one.annotation, one.default, meanings[one.name]) for one in strategy.parameters.values()]
-
-
-def _meanings(name: str) -> dict[str, str]:
-    """Returns what the docstring of a strategy's place() says of each option."""
-    strategy = load_strategy(name)
-    text = " ".join(inspect.getdoc(strategy.place).split())
-    options = "|".join(strategy.parameters)
-    parts = re.split(rf"(?:^|(?<=\. ))({options}): ", text)[1:]
-    return {option: text.strip() for option, text in zip(parts[::2], parts[1::2], strict=True)}
+    return [
+        (one.name, one.annotation, one.default, strategy.meanings[one.name]) for one in strategy.parameters.values()
+    ]
 
 
 def _table_of_presets() -> str:

@@ -2,6 +2,7 @@
 browsers follow are those of the site, too. Also makes the pages of the reference.
 """
 
+import configparser
 import os
 import re
 import subprocess
@@ -29,7 +30,35 @@ OBJECTS = {
     "Environments": ("tools", "embedded.table_tools.Table"),
 }
 FOREIGN = re.compile(r"https://unpkg\.com/iframe-worker/shim")
+PICTURE = re.compile(r'(<img [^>]*src="([^"]+)"[^>]*>)')
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
+
+
+REMOTE = re.compile(r"(?:https://(?:[^@/]*@)?|ssh://git@|git@)([\w.-]+\.\w+)[:/](.+?)(?:\.git)?/?")
+
+
+def on_config(config):
+    """Adds the version and, if the checkout was cloned from a web host, the link to it."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    config.site_name += f" {setup['metadata']['version']}"
+    config.repo_url = repository(_git("remote", "get-url", "origin"))
+    config.repo_name = "Repository" if config.repo_url else None
+    return config
+
+
+def repository(remote: str) -> str | None:
+    """Returns the address of the web page of a remote, None for a folder."""
+    found = REMOTE.fullmatch(remote)
+    return f"https://{found[1]}/{found[2]}" if found else None
+
+
+def _git(*words: str) -> str:
+    """Returns what a git command prints; nothing without git or a checkout."""
+    try:
+        return subprocess.run(["git", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 def on_files(files: Files, config) -> Files:
@@ -44,6 +73,11 @@ def on_files(files: Files, config) -> Files:
     made.append(File.generated(config, SHIM, abs_src_path=str(Path(__file__).with_name("assets") / "iframe-worker.js")))
     theme = [file for file in files if not (ROOT / "docs" / file.src_uri).exists()]
     return Files([*theme, *made])
+
+
+def on_page_content(html: str, page, config, files) -> str:
+    """Links each picture to itself, for screens on which its text is too small."""
+    return PICTURE.sub(r'<a href="\2">\1</a>', html)
 
 
 def on_post_page(output: str, page, config) -> str:
@@ -89,7 +123,7 @@ def _help(*words: str) -> str:
     return subprocess.run(
         [python, "-m", "rlhf_spmd", *words, "--help"],
         cwd=ROOT,
-        env=os.environ | {"COLUMNS": "100"},
+        env=os.environ | {"COLUMNS": "80"},
         stdout=subprocess.PIPE,
         text=True,
         encoding="utf-8",

@@ -142,13 +142,6 @@ def test_row_07_returns_are_unwhitened_advantages_plus_values():
 # ---- whitening (row 8) ----------------------------------------------------------------------------------------------
 
 
-def test_row_08_example():
-    x = tensor([1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0])
-    mean, variance = advantages.mean_and_variance(advantages.moments(x, torch.ones_like(x, dtype=torch.bool)))
-    assert round(float(mean), 4) == 1.6
-    assert round(float(variance), 4) == 0.0667
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_row_08_global_moments(num_ranks):
     """Shares add up; a rank without a valid token contributes zeros; masked entries and padding are never read."""

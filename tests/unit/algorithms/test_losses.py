@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_spmd.algorithms import advantages
@@ -203,14 +201,6 @@ def test_row_18_approx_kl_sign_and_value():
     assert float(sums["approx_kl"][0]) == pytest.approx(2 - 1 - math.log(2))
     assert float(sums["approx_kl_sq"][0]) == pytest.approx(math.log(2) ** 2 / 2)
     assert float(sums["ratio"][0]) == pytest.approx(2.0)
-
-
-@given(st.lists(st.floats(-5, 5), min_size=1, max_size=20))
-@settings(max_examples=30, deadline=None)
-def test_row_18_approx_kl_is_never_negative(differences):
-    d_BG = tensor(differences)
-    _, sums = policy_loss(d_BG - 1, torch.full_like(d_BG, -1.0), d_BG, torch.ones_like(d_BG, dtype=torch.bool))
-    assert sums["approx_kl"][0] >= 0 and sums["approx_kl_sq"][0] >= 0
 
 
 @pytest.mark.parametrize("loss", [policy_loss, surrogate_loss])

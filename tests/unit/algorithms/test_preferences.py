@@ -25,9 +25,6 @@ def with_junk(x_BG: Tensor, mask_BG: Tensor) -> Tensor:
     return x_BG.where(mask_BG, torch.tensor(NAN, dtype=x_BG.dtype))
 
 
-# ---- likelihood -----------------------------------------------------------------------------------------------------
-
-
 # ---- reward models --------------------------------------------------------------------------------------------------
 
 
@@ -110,22 +107,6 @@ def test_before_training_the_loss_is_ln_2(per_token, label_smoothing):
         assert float(sums[name][0]) == 0, name
 
 
-def test_before_training_a_logprob_has_the_slope_of_half_beta():
-    logprobs, mask = pair_of()
-    actor = [one.clone().requires_grad_() for one in logprobs]
-    preferred(actor, logprobs, mask, beta=0.3)[0].backward()
-    assert torch.allclose(actor[0].grad, -0.15 * mask[0].double())
-    assert torch.allclose(actor[1].grad, 0.15 * mask[1].double())
-
-
-@pytest.mark.parametrize("beta", [0.1, 0.5])
-def test_before_training_ipo_is_the_square_of_its_target(beta):
-    logprobs, mask = pair_of()
-    for per_token in (False, True):
-        loss, _ = preferred(logprobs, logprobs, mask, loss="ipo", beta=beta, per_token=per_token)
-        assert float(loss) == pytest.approx(PAIRS / (4 * beta**2))
-
-
 def test_smoothing_is_a_mixture_of_both_orders():
     actor, mask = pair_of()
     reference = [one.where(one.isnan(), -1.0) for one in actor]
@@ -134,21 +115,8 @@ def test_smoothing_is_a_mixture_of_both_orders():
     assert float(preferred(actor, reference, mask, label_smoothing=0.3)[0]) == pytest.approx(0.7 * right + 0.3 * wrong)
 
 
-def test_lengths_are_of_each_response():
-    """A response with twice the tokens and the same mean log-ratio weighs the same."""
-    actor = [torch.full((1, 4), 0.5, dtype=torch.float64), torch.full((1, 4), 0.2, dtype=torch.float64)]
-    mask = [torch.tensor([[True] * 2 + [False] * 2]), torch.ones(1, 4, dtype=torch.bool)]
-    zeros = [torch.zeros(1, 4, dtype=torch.float64)] * 2
-    found = float(preferred(actor, zeros, mask, per_token=True, beta=1.0)[0])
-    assert found == pytest.approx(math.log1p(math.exp(-0.3)))
-    assert float(preferred(actor, zeros, mask, beta=1.0)[0]) == pytest.approx(math.log1p(math.exp(-(1.0 - 0.8))))
-
-
 def test_blank_pairs_count_nothing():
     logprobs, mask = pair_of()
     mask = [torch.zeros_like(one) for one in mask]
     loss, sums = preferred([one.clone().requires_grad_() for one in logprobs], logprobs, mask, loss="ipo")
     assert float(loss) == 0 and all(float(total) == float(weight) == 0 for total, weight in sums.values())
-
-
-# ---- distillation ---------------------------------------------------------------------------------------------------

@@ -261,15 +261,6 @@ def test_invariant_2_any_split(num_shares, data):
     assert_same(fast_step(*models(), batch, shares, OPTIONS), expected)
 
 
-def test_invariant_2_mean_of_means_would_be_wrong():
-    """The trap of row 11: shares have different token counts, so averaging their means is another number."""
-    rollouts, expected = seven_rollouts()
-    batch = whiten(make_batch(rollouts, OPTIONS), [list(range(7))])
-    policy = [losses(*models(), batch.rows(rows), OPTIONS)[0] for rows in ([0], [1, 2, 3, 4, 5, 6])]
-    mean_of_means = sum(float(total / weight) for total, weight in (sums["policy_loss"] for _, sums in policy)) / 2
-    assert abs(mean_of_means - expected.policy_loss) > 1e-3
-
-
 @pytest.mark.parametrize("extra", [0, 1, 5])
 def test_invariant_4_padding_and_permutation(extra):
     rollouts, expected = seven_rollouts()
@@ -331,23 +322,3 @@ def test_invariant_1_first_mini_batch():
         assert step.clip_fraction == 0 and abs(step.approx_kl) < 1e-12 and abs(step.policy_loss) < 1e-12
         wrong = one_mini_batch(rollouts, dataclasses.replace(o, temperature=2.0))
         assert wrong.approx_kl > 1e-3
-
-
-def test_row_08_both_whiten_alike():
-    x = [1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]
-    x_BG = torch.tensor([x], dtype=torch.float64)
-    every = torch.ones_like(x_BG, dtype=torch.bool)
-    white_BG = whitened(x_BG, every, moments(x_BG, every))
-    slow = [a for sequence in slow_ppo.whitened([x[:4], x[4:]]) for a in sequence]
-    assert white_BG[0].tolist() == pytest.approx(slow, abs=1e-12)
-    assert slow[-1] == pytest.approx(0.4 / math.sqrt(0.2 / 3), abs=1e-6)
-
-
-def test_row_18_sign_in_both():
-    """A policy that moved towards the sampled tokens: d > 0, a positive approximate KL, the same in both."""
-    o = dataclasses.replace(OPTIONS, clip_ratio=0.2)
-    rollouts = [dataclasses.replace(r, logprobs=[x - 0.5 for x in r.logprobs]) for r in make_rollouts(5, o, noise=0.0)]
-    step = one_mini_batch(rollouts, o)
-    assert step.approx_kl == pytest.approx(math.exp(0.5) - 1.5)
-    batch = whiten(make_batch(rollouts, o), [list(range(5))])
-    assert fast_step(*models(), batch, [list(range(5))], o).approx_kl == pytest.approx(step.approx_kl)

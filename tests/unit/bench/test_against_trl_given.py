@@ -6,10 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.against_trl import equality, our_steps, ours, work
+from bench.against_trl import equality, ours
 from bench.against_trl.cases import GIVEN_LOSSES, ROWS
 from bench.against_trl.equality import METRICS, SMALL, WITH_CASTS
-from bench.against_trl.work import WORKS
 from bench.rows import RESULTS, read_rows
 
 RECORDED = read_rows(RESULTS / "against_trl_given.jsonl")
@@ -59,27 +58,3 @@ def test_rows_of_conversations_mark_the_turns_of_the_assistant(tmp_path):
     learned = sum(len(text.split()) + 1 for text in said)  # with an end of sequence
     assert sum(sum(marks) for row in taken.rows for _, marks in row) == learned
     assert {len(row["messages"]) for row in rows} == {2, 4, 6}
-
-
-def test_metrics_are_found_by_their_aliases():
-    mine = {"token_accuracy": 0.5, "entropy": 2.0, "trained_tokens": 7.0}
-    theirs = {"mean_token_accuracy": 0.5, "entropy": 1.0, "num_tokens": 9.0}
-    assert equality.metric_errors(GIVEN_LOSSES["SFT"], mine, theirs) == {"mean_token_accuracy": 0.0, "entropy": 1.0}
-
-
-# ---- whole steps ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", WORKS)
-def test_our_half_of_a_step_reads_all_rows(name, tmp_path):
-    """One optimizer step in an iteration, with nothing cut off."""
-    of = WORKS[name]
-    model = equality.small(tmp_path, given=True)[0].models["reward" if of.page == "reward_model" else "actor"]
-    config = our_steps.config_of(str(model), our_steps.given_words(of, tmp_path), of.page)
-    rows = work.rows_of(of)
-    assert config.rollout_batch == config.mini_batch == len(rows) == work.SEQUENCES // of.sequences_per_row
-    assert config.micro_batch * of.sequences_per_row == work.GIVEN_MICRO_BATCH
-    assert work.rows_of(of) == rows, "both programs draw the same"
-    responses = [row[column] for row in rows for column in row if column != "prompt"]
-    assert len(set(responses)) == work.SEQUENCES
-    assert max(len(text.split()) for text in responses) <= work.MOST_WORDS

@@ -22,13 +22,6 @@ def test_sampling_peers_draw_from_the_same_sets(rule):
         assert (ours.support_mass_B < 0.999).any() and (ours.support_mass_B >= 0.9499).all()
 
 
-def test_attention_peers_agree():
-    for spread in (False, True):
-        calls = cases.attending(CPU, 3, 32, HEADS, torch.float32, block_size=32, spread=spread).calls
-        assert calls["ours"]().shape == calls["padded sdpa"]().flatten(1).view(3, 4, 16).shape
-    assert cases.attending(CPU, 3, 32, HEADS, torch.float32, block_size=32).num_bytes == 2 * 3 * 32 * 2 * 16 * 4
-
-
 @pytest.mark.parametrize(
     "make",
     [

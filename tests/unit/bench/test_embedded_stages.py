@@ -5,9 +5,9 @@ import pytest
 from rlhf_spmd import embedded
 from rlhf_spmd.config import presets
 from rlhf_spmd.model.hf import load_model, load_tokenizer
-from tools.embedded import demo_pipeline, grammar
+from tools.embedded import grammar
 from tools.embedded.responses import continuations
-from tools.embedded.stages import REPOSITORY, read_rows
+from tools.embedded.stages import read_rows
 
 FILES = ("prompts", "held_out", "answers", "answers_held_out", "pairs", "pairs_held_out")
 STAGES = {"sft": ("base", "answers"), "reward_model": ("actor", "pairs"), "dpo": ("actor", "pairs")}
@@ -63,17 +63,3 @@ def test_rows_of_ones_own_are_not_compared_with_those_of_the_preset():
     assert mine.eval.prompts == "" and mine.eval.every == presets.load(None).eval.every
     both = presets.load(None, ["data.prompts=mine.jsonl", "eval.prompts=other.jsonl"], algorithm="sft")
     assert both.eval.prompts == "other.jsonl"
-
-
-# ---- the scripts ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_demo_runs_from_end_to_end(tmp_path):
-    short = ("iterations=1", "rollout_batch=32", "eval.num_prompts=16")
-    runs = tmp_path / "runs"
-    sizes = demo_pipeline.Sizes(sft=short, samples=("samples_per_prompt=2",), reward_model=short, ppo=short, dpo=short)
-    found = demo_pipeline.demo(runs, 2, sizes)
-    assert {row["stage"] for row in found} == {"SFT", "reward model", "PPO", "DPO"}
-    page = (REPOSITORY / runs / "report.html").read_text(encoding="utf-8")
-    assert all(f'id="run-{number}"' in page for number in range(4)) and "mean@1" in page

@@ -1,13 +1,11 @@
 """`bench lag`: which runs there are, whose weights generate, and the intervals of paired differences."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from bench.__main__ import MODULES
 from bench.numbers import lag
 from rlhf_spmd.runtime.execute.handlers import generate
 
@@ -53,8 +51,3 @@ def test_intervals_of_five_pairs():
     assert found["difference"] == pytest.approx(0.3) and found["half"] == pytest.approx(0.19629, rel=1e-3)
     assert (of_four["lag"], of_four["seeds"], found["seeds"]) == (4, 4, 5)
     assert of_four["half"] == pytest.approx(3.182 * 0.12910 / 2, rel=1e-3)  # of 0, -0.1, -0.2 and -0.3
-
-
-def test_every_bench_is_a_module():
-    """`bench lag` stood in the wrong room."""
-    assert [name for name, module in MODULES.items() if importlib.util.find_spec(module) is None] == []

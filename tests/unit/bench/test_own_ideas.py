@@ -7,11 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.forecast.own_ideas import own_cases
-from bench.forecast.scan import machine, main
+from bench.forecast.scan import main
 from bench.forecast.suites import SUITES
-from bench.rows import RESULTS, STRATEGIES
-from rlhf_spmd.errors import UserError
+from bench.rows import RESULTS
 
 MINE = """from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
@@ -45,29 +43,6 @@ def mine(tmp_path) -> str:
     path = tmp_path / "mine.py"
     path.write_text(MINE, encoding="utf-8")
     return str(path)
-
-
-def test_own_strategies_stand_beside_the_others_in_every_place(mine):
-    quick = SUITES["quick"].cases
-    assert own_cases(quick, words()) == quick
-    found = own_cases(quick, words(strategy=[mine], overrides=["strategy.tp=2", "mini_batch=256"]))
-    assert found[: len(quick)] == quick
-    assert [(case.layout, case.options) for case in found[len(quick) :]] == [("1x8", {"tp": 2}), ("2x8", {"tp": 2})]
-    one = own_cases(SUITES["algorithms"].cases, words(preset="llama-13b", layout="4x8", strategy=[mine]))
-    assert {(case.preset, case.layout) for case in one} == {("llama-13b", "4x8")}
-    others = {case.strategy for case in own_cases(SUITES["baselines"].cases, words(preset="llama-70b", layout="4x8"))}
-    assert others == {*STRATEGIES, "deepspeed-chat", "zero3-per-token"} - {"interleaving2", "separation"}
-    assert len(one) == 4 * (len(STRATEGIES) + 1) and {case.algorithm for case in one} > {"grpo", "remax"}
-
-
-def test_other_machines():
-    quick = SUITES["quick"].cases
-    moved = own_cases(quick, words(device_type="h100-80g"))
-    assert len(moved) == len(quick) and {case.calibration for case in moved} == {"h100-80g-derived"}
-    mixed = replace(quick[0], layout="1x8+2x8", calibration="a100-80g,h100-80g")
-    assert machine(mixed)[0].device_types == ("a100-80g", "h100-80g")
-    with pytest.raises(UserError, match="layout 1x8 wants nodes of 1 types"):
-        machine(replace(mixed, layout="1x8"))
 
 
 def test_a_scan_of_one_place(mine, tmp_path, capsys, monkeypatch):

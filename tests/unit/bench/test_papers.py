@@ -7,11 +7,9 @@ import shlex
 import pytest
 
 from bench.__main__ import MODULES, SHARED
-from bench.cells import cell, grouped
 from bench.rows import RESULTS, Arguments
 from bench.tables import QUOTES, quote
 from rlhf_spmd.command_line.arguments import parse
-from rlhf_spmd.errors import UserError
 from tools.__main__ import MODULES as TOOLS
 
 CLAIMS = [entry for name, entries in QUOTES.items() if name != "evidence" for entry in entries]
@@ -47,20 +45,6 @@ def test_commands_are_understood(command, monkeypatch):
     understood(command, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "python -m bench scan --suite four-71b",
-        "python -m bench scan --sweet four-70b",
-        "python -m bench scam",
-        "python -m rlhf_spmd plan --metod two_phase",
-    ],
-)
-def test_a_command_that_does_not_exist_is_found(command, monkeypatch):
-    with pytest.raises((SystemExit, KeyError, UserError)):
-        understood(command, monkeypatch)
-
-
 def test_every_claim_says_what_comes_out():
     assert len(CLAIMS) > 50 and {entry["kind"] for entry in CLAIMS} <= KINDS
     for entry in CLAIMS:
@@ -68,16 +52,3 @@ def test_every_claim_says_what_comes_out():
         texts = quote(entry)
         assert not re.search(r"(^| )-( |,|;|$)|nan|\{", texts["ours"]), texts  # a dash: no such value
         assert ("file" in entry) == (RESULTS / f"{entry.get('file')}.jsonl").exists()
-
-
-def test_numbers_of_groups():
-    rows = [
-        {"place": "a", "strategy": "old", "s": 3.0, "error": -0.5, "ok": True},
-        {"place": "a", "strategy": "new", "s": 2.0, "error": 0.1, "ok": False},
-        {"place": "b", "strategy": "old", "s": 8.0, "error": 0.2, "ok": True},
-        {"place": "b", "strategy": "new", "s": None, "error": None, "ok": False},
-    ]
-    groups = {"": grouped(rows, ("place",))}
-    assert cell("{max old[s] / new[s]:.2f}; {all gain old[s] / new[s]:+.0%}", groups) == "1.50; +50%"
-    assert cell("{max abs error}; {count ok} of {count}; {mean old[s]:.1f}", {"": rows}) == "0.5; 2 of 4; -"
-    assert cell("{new[s]:.1f} {old[s] + new[s]:.1f} {place}", groups[""][1]) == "- - b"

@@ -3,10 +3,9 @@
 import pytest
 
 from bench.forecast import plan_fuzz
-from bench.forecast.plan_speed import METHODS, setting, with_distances
+from bench.forecast.plan_speed import setting
 from bench.forecast.spaces import apps_parts
 from rlhf_spmd.machines.calibration_file import load_calibration
-from rlhf_spmd.plan.search.planner import name_of
 
 A100 = load_calibration("a100-80g")
 
@@ -23,37 +22,6 @@ def test_apps_placements_are_its_strategies_in_all_ratios(parts):
     assert [strategies.count(one) for one in ("flattening", "interleaving", "separation")] == [1, 7, 7]
     none = [name for name, space in parts.items() if space is None]
     assert none == ["separation 1:7", "separation 7:1"]  # neither training nor generation fits one GPU
-
-
-@pytest.mark.parametrize("part", ["flattening", "interleaving 2:6", "separation 4:4"])
-def test_apps_choices_are_what_they_are_called(parts, part):
-    space = parts[part]
-    model, strategy = space.model, part.partition(" ")[0]
-    for of, call in zip(space.candidates, model.calls, strict=True):
-        for one in of:
-            assert not one.layout.offload
-            assert one.layout.pp == 1 or (strategy, call.kind) == ("separation", "train")
-            if strategy == "separation":
-                assert one.stop <= 4 if call.kind == "train" else one.first >= 4
-            elif part != "flattening" and call.model in ("reference", "reward"):
-                assert (one.first, one.stop) == ((0, 2) if call.model == "reference" else (2, 8))
-            else:
-                assert (one.first, one.stop) == (0, 8)
-    chosen = [of[0] for of in space.candidates]
-    names = {"flattening": ("flattening", "reallocation")}.get(strategy, (strategy,))  # generation may be in slices
-    assert name_of(model.placement(chosen), model.workload, model.cluster) in names
-
-
-def test_distances_are_from_the_optimum():
-    rows = [
-        {"method": method, "gap": gap, "call_level_s": seconds}
-        for method, gap, seconds in zip(METHODS, (0.0, None, None, 0.0), (10.0, 10.5, 11.0, None), strict=True)
-    ]
-    assert [row["distance"] for row in with_distances(rows)] == pytest.approx([0.0, 0.05, 0.1, None])
-    rows[0] |= {"gap": 0.2, "call_level_s": 12.6}
-    found = list(with_distances(rows))
-    assert [row["distance"] for row in found] == pytest.approx([0.2, 0.0, 11.0 / 10.5 - 1, None])
-    assert {row["proved"] for row in found} == {False}
 
 
 SMALL = {"case": 0, "prompt": 256, "response": 256, "mini_batches": 1}

@@ -1,19 +1,15 @@
 """The scan: options against trying all of them, rows against what they are made of, claims that can fail."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from bench.cells import grouped
 from bench.columns import COLUMNS
 from bench.forecast import suites
-from bench.forecast.claims import frozen_halved
-from bench.forecast.scan import HEURISTIC, exposed, machine, row_of, solve, with_speed_up
+from bench.forecast.scan import HEURISTIC, machine, row_of, solve
 from bench.forecast.suites import SUITES, Case
 from bench.forecast.tuning import best_options
 from bench.rows import BASELINES, RESULTS, read_rows
-from bench.tables import text_table
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
@@ -22,7 +18,6 @@ from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.proof.memory_check import memory
-from tools.pictures import plots
 
 WORKLOAD = make_workload(load("llama-7b", ["rollout_batch=64", "mini_batch=32"]))
 A100 = load_calibration("a100-80g")
@@ -79,23 +74,6 @@ def test_best_options_are_those_of_trying_all(name, grid):
     assert not memory(load_strategy(name).compile(WORKLOAD, cluster, best.options))
 
 
-def test_later_options_are_kept_only_if_they_are_faster():
-    cluster, strategy = Cluster.parse("1x8", "a100-80g"), load_strategy("separation")
-    grid = {"generation_ranks": (4,), "zero": (2,), "training_tp": (2,), "generation_tp": (2,), "recompute": (True,)}
-    before = best_options(strategy, WORKLOAD, cluster, A100, grid)
-    later = {"stream": (False,), "generation_ranks": (2, 6), "decode_mini_batches": (1,)}
-    after = best_options(strategy, WORKLOAD, cluster, A100, grid, later)
-    assert after.options["generation_ranks"] in (2, 4, 6) and "stream" not in after.options
-    options = [dict(before.options), dict(before.options) | {"stream": False}]
-    options += [dict(before.options) | {"generation_ranks": number} for number in (2, 6)]
-    seconds = []
-    for one in options:
-        program = strategy.compile(WORKLOAD, cluster, one)
-        seconds += [] if memory(program) else [forecast(program, A100).makespan_s]
-    assert after.forecast.makespan_s <= min(seconds) <= seconds[0] == before.forecast.makespan_s
-    assert after.counts["num_forecasts"] == before.counts["num_forecasts"] + 4
-
-
 def row(strategy: str, **options) -> dict:
     """Returns the row of 7B on one node with given options."""
     case = Case("llama-7b", "1x8", strategy, options, exact=True)
@@ -110,17 +88,6 @@ def test_seconds_of_devices_sum_to_an_iteration():
         assert found["samples_per_s"] == pytest.approx(64 / found["iteration_s"])
 
 
-def test_exposed_seconds_are_zero_where_nothing_moves_and_grow_with_slow_links():
-    program = load_strategy("separation").compile(
-        WORKLOAD, Cluster.parse("1x8", "a100-80g"), {"zero": 2, "generation_tp": 2, "training_tp": 2}
-    )
-    slow = replace(A100, inside=replace(A100.inside, bytes_per_s=A100.inside.bytes_per_s / 100))
-    fast_s, slow_s = (exposed(program, forecast(program, one), one)["sync_exposed_s"] for one in (A100, slow))
-    assert 0 < fast_s < slow_s / 20
-    flat = load_strategy("flattening").compile(WORKLOAD, Cluster.parse("1x8", "a100-80g"), {"zero": 3})
-    assert set(exposed(flat, forecast(flat, A100), A100).values()) == {0.0}
-
-
 FILES = {name: RESULTS / f"{'scan' if name == 'all' else name.replace('-', '_')}.jsonl" for name in SUITES}
 
 
@@ -131,13 +98,6 @@ def test_the_committed_rows_keep_what_is_promised(name):
     assert len(rows) == len(SUITES[name].cases) and [claims[one] for one in SUITES[name].promised] == [
         [] for _ in SUITES[name].promised
     ]
-
-
-def test_halved_replicas_can_fail():
-    rows = [row(name, zero=0, micro_batch=1) | {"layout": "1x8"} for name in ("flattening", "interleaving1")]
-    assert frozen_halved(rows)["replicas_halved"] == []
-    rows[1] |= {"frozen_bytes": rows[0]["frozen_bytes"]}
-    assert frozen_halved(rows)["replicas_halved"] == ["llama-7b 1x8 interleaving1 zero=0"]
 
 
 def test_suites_name_what_exists():
@@ -155,14 +115,3 @@ def test_suites_name_what_exists():
                 load_strategy(case.strategy).typed(grid | given)
         if name not in ("all", "quick"):
             assert name.replace("-", "_") in COLUMNS
-
-
-def test_tables_and_pictures_of_rows(tmp_path):
-    rows = with_speed_up([row("flattening", zero=3), row("interleaving1", zero=0)])
-    assert rows[1]["samples_per_s"] is None and "GiB" in rows[1]["why_not"]
-    text = text_table("scan", rows)
-    assert "zero=3" in text and rows[1]["why_not"] in text
-    (place,) = grouped(rows, ("preset", "layout"))
-    assert place["flattening"] == rows[0] | {"": [rows[0]]} and place["interleaving1"]["samples_per_s"] is None
-    drawn = plots.draw(rows, tmp_path)
-    assert len({path.read_bytes() for path in drawn}) == len(drawn) == 2

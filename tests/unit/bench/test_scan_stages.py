@@ -2,21 +2,16 @@
 
 import pytest
 
-from bench.cells import grouped, number
-from bench.columns import JOINED
-from bench.forecast.claims import ahead_of_zero3
+from bench.cells import number
 from bench.forecast.own_ideas import own_cases
 from bench.forecast.scan import run_suite
 from bench.forecast.suites import STAGES, SUITES
-from bench.tables import markdown
 from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.workload import SHAPES
 from tests.unit.bench.test_own_ideas import words
 
 ZERO3 = "zero3"
 WORK = {"sft": 2048, "reward_model": 1024, "dpo": 1024}  # tokens of a sequence
-PLACE = ("algorithm", "preset", "layout", "calibration")
-FACTOR = "zero3[iteration_s] / planner[iteration_s]"
 CASES = SUITES["stages"].cases
 
 
@@ -47,15 +42,3 @@ def test_a_step_takes_what_its_products_take(algorithm):
             "dpo": {"reference_infer", "reference_infer_logprobs", "actor_train"},
         }[algorithm]
     )
-
-
-def test_the_plan_beside_zero3():
-    rows = rows_of("dpo", ZERO3, "planner")
-    (place,) = grouped(rows, PLACE)
-    assert number(FACTOR, place) == rows[0]["iteration_s"] / rows[1]["iteration_s"] >= 1
-    assert number("zero3[overlapped_s] / planner[iteration_s]", place) < number(FACTOR, place)
-    assert f"{rows[1]['step_s']:.2f}" in markdown(JOINED["stages"], [place])[2]
-    rows[1] |= {"iteration_s": 2 * rows[0]["iteration_s"]}
-    assert ahead_of_zero3(rows)["planner_ahead_of_zero3"] == ["dpo llama-7b 1x8 a100-80g: 0.5 against 0.995"]
-    rows[0] |= {"iteration_s": None}
-    assert number(FACTOR, *grouped(rows, PLACE)) is None

@@ -84,13 +84,6 @@ def test_adam_in_host_memory_takes_its_time_and_frees_the_device():
     assert seconds[1] - seconds[0] == pytest.approx(weights * (1 / HOST_ADAM - STATE_BYTES / memory_bytes_per_s))
 
 
-def test_an_engine_serves_one_actor_rank_at_a_time():
-    _, programs = plans_of(row_of("OpenRLHF", "34"))
-    assert programs[0].workload.max_sequences == 512 // 16
-    _, programs = plans_of(row_of("OpenRLHF", "13"))
-    assert programs[0].workload.max_sequences == 512
-
-
 def test_zero_2_of_deepspeed_chat_needs_whole_frozen_models():
     plans, programs = plans_of(row_of("DeepSpeedChat", "7"))
     assert [plan.name for plan, program in zip(plans, programs, strict=True) if not fits(program, plan)] == [

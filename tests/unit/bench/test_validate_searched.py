@@ -1,6 +1,5 @@
 """ReaL's searched plans: the documented search space, the rows, and the fit of constants to them."""
 
-import numpy as np
 import pytest
 
 from bench.forecast.spaces import reals_space
@@ -9,10 +8,8 @@ from bench.forecast.validate_rows import DATA, cluster_of, read_rows, workload_o
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.search.planner import search
-from tools.calibrations.fit_published import CONSTANTS, constants_of, errors, fitted, program_of, with_constants
 
 CALIBRATION = read_calibration(str(DATA / "real_v1.json"))
 
@@ -22,7 +19,6 @@ def rows_of(**wanted: str) -> list[dict[str, str]]:
 
 
 SEARCHED = rows_of(system="ReaL", actor_b="7", gen_len="896")[0]
-HEURISTIC = rows_of(system="ReaL-Heuristic", actor_b="7")
 
 
 @pytest.mark.parametrize(
@@ -73,16 +69,3 @@ def test_searched_plans_come_out():
     assert published == pytest.approx(63.3 / 37.4)
     assert found["own_space_s"] <= 1.01 * found["forecast_s"]
     assert found["ratio"] == pytest.approx(found["base_s"] / found["forecast_s"]) == pytest.approx(published, rel=0.2)
-
-
-def test_a_fit_finds_the_constants_of_made_up_rows():
-    """Seconds of three rows by other constants; the fit comes back to these seconds."""
-    programs = [program_of(row, CALIBRATION) for row in HEURISTIC]
-    other = with_constants(CALIBRATION, constants_of(CALIBRATION) * np.array([1.3, 0.8, 0.8, 0.8, 1.2]))
-    made = [
-        row | {"sec_per_iter": str(forecast(program, other).makespan_s)}
-        for row, program in zip(HEURISTIC, programs, strict=True)
-    ]
-    before, after = (errors(made, programs, one) for one in (CALIBRATION, fitted(made, programs, CALIBRATION)))
-    assert np.abs(before).min() > 0.1 and np.abs(after).max() < 0.01
-    assert len(CONSTANTS) <= 6

@@ -140,34 +140,6 @@ def test_a_name_of_the_hub_says_to_download_it(capsys):
         assert "hf download" not in capsys.readouterr().err
 
 
-def test_an_empty_model_is_no_model(capsys):
-    """`--model "$MODEL"` with a variable that is not set must not train the toy."""
-    assert main(["check", "flattening", "--model", ""]) == 2
-    assert "--model is empty: give a folder" in capsys.readouterr().err
-
-
-def test_check_judges_the_precision_of_the_run(folder, capsys):
-    path, told = folder(ONE), set()
-    for words in (["--device-type", "h100-80g"], ["device_type=h100-80g"]):
-        assert (
-            main(
-                [
-                    "check",
-                    "flattening",
-                    "--layout",
-                    "1x2",
-                    "--model",
-                    path,
-                    "reward_function=rlhf_spmd.rewards:exact_answer",
-                    *words,
-                ]
-            )
-            == 0
-        )
-        told.add(capsys.readouterr().out)
-    assert len(told) == 1 and "53.4 GiB" in told.pop()  # of bfloat16; of float32 it would not fit
-
-
 @pytest.mark.parametrize("name", COMPARED)
 @pytest.mark.parametrize("layout", ["1x1", "2x8", "4x8"])
 def test_the_options_that_are_tried_exist(name, layout):

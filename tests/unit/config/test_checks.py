@@ -24,17 +24,6 @@ def test_settings_that_contradict_each_other():
     assert "unknown shape 'llama-7' (did you mean 'llama-7b'?)" in refused("shape=llama-7", preset="llama-13b")
 
 
-def test_options_of_schedules_and_trackers_that_have_no_effect():
-    text = refused("optimizer.warmup_steps=3", "optimizer.warmup_ratio=0.1")
-    assert text.startswith("optimizer.warmup_steps=3, optimizer.warmup_ratio=0.1: both say how long the warm-up is")
-    assert "without optimizer.schedule=cosine" in refused("optimizer.min_lr_ratio=0.1")
-    text = refused("logging.group=a", "logging.tags=b,c")
-    fix = "it has no effect without wandb=PROJECT; give that, or drop the option"
-    assert text.split("\n") == [f"logging.group=a: {fix}", f"logging.tags=b,c: {fix}"]
-    load("tiny", ["wandb=p", "logging.tags=b,c", "optimizer.schedule=linear", "optimizer.min_lr_ratio=0.1"])
-    assert "without eval.prompts=FILE" in refused("eval.at_start=false")
-
-
 @pytest.mark.parametrize(
     ("algorithm", "more", "fix"),
     [

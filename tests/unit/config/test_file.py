@@ -11,12 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.__main__ import read
-from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.command_line.words import load_config
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.checks import check_options
-from rlhf_spmd.config.file import read_config_file, to_text
+from rlhf_spmd.config.file import to_text
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.option_tree import options_of, with_value
 
@@ -188,19 +187,6 @@ def test_a_bad_file(tmp_path, text, words):
     assert [word for word in words if word not in message] == [], message
 
 
-def test_options_that_do_not_fit_each_other_and_files_that_are_not_there(tmp_path):
-    with pytest.raises(UserError, match="mini_batch=7"):
-        loaded(write(tmp_path, "mini_batch: 7\n"))
-    for path, words in ((str(tmp_path / "no.yaml"), "can't be read: No such file"), (str(tmp_path), "Is a directory")):
-        with pytest.raises(UserError, match=words):
-            read_config_file(path)
-    with pytest.raises(UserError, match="--config is empty"):
-        loaded("")
-    assert "strategy auto is planned" in refused(tmp_path, "strategy: auto\n", verb="check")
-    with pytest.raises(UserError, match="STRATEGY"):
-        parse(["check", "--layout", "1x2"])
-
-
 # ---- back again ------------------------------------------------------------------------------------------------------
 
 
@@ -287,19 +273,3 @@ def test_a_folder_with_a_page_gives_back_its_algorithm(tmp_path):
     again = load_config(found)
     assert configs.resolved(again) == configs.resolved(config) and again.algorithm == config.algorithm
     assert found.strategy == f"{folder}/strategy.py"
-
-
-def test_the_mapping_of_a_template(tmp_path):
-    """Its values mean what they mean in YAML; `config.json` of a run folder is read alike."""
-    text = "data:\n  chat_template_kwargs:\n    {on: off, 'b': True, day: 2026-02-03, deep: {a: [null, 'no', 0.001]}}"
-    wanted = {"on": False, "b": True, "day": "2026-02-03", "deep": {"a": [None, "no", 1e-3]}}
-    assert loaded(write(tmp_path, text)).data.chat_template_kwargs == wanted
-    for empty in ("data:\n  chat_template_kwargs:", "data: {chat_template_kwargs: {}}"):
-        assert loaded(write(tmp_path, empty)).data.chat_template_kwargs == {}
-    wrong = {
-        "{messages: 1}": "has 'messages', which every chat template is given by the program",
-        "{a: !!python/name:os.system }": "could not determine a constructor for the tag",
-    }
-    for value, expected in wrong.items():
-        with pytest.raises(UserError, match=expected):
-            check_options(loaded(write(tmp_path, f"data:\n  chat_template_kwargs: {value}")))

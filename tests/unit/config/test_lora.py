@@ -226,15 +226,6 @@ def test_adapters_for_another_base_than_that_of_the_run_are_refused(tmp_path):
     assert make_workload(load_run(given)).bases["critic"] == "critic", "that computes something else"
 
 
-def test_the_adapter_of_a_critic_is_no_language_model(tmp_path):
-    words = write_all(tmp_path)
-    make_adapter(tmp_path / "judge", tmp_path / "actor", task="SEQ_CLS")
-    load_run(words, f"models.critic={tmp_path / 'judge'}")
-    for role in ("actor", "reference"):
-        with pytest.raises(UserError, match=f"^models.{role}=.*judge: it is an adapter of a critic"):
-            load_run(words, f"models.{role}={tmp_path / 'judge'}")
-
-
 def test_the_tokenizer_beside_an_adapter_is_that_of_the_run(tmp_path):
     """With a warning if it makes other tokens than that of the base; another chat template alone causes none."""
     words, adapter = write_all(tmp_path), tmp_path / "adapter"
@@ -253,15 +244,6 @@ def test_the_tokenizer_beside_an_adapter_is_that_of_the_run(tmp_path):
         f"the tokenizer in {adapter} makes other tokens than that of its base {tmp_path / 'actor'}; the run uses it, "
         "since the adapter belongs to it. If it does not, delete its files there"
     )
-
-
-def test_a_frozen_adapter_does_not_leave_the_device(words):
-    workload, cluster = make_workload(load_run(words)), Cluster.parse("1x2")
-    placement = flattening.place(workload, cluster)
-    name = next(call.name for call in workload.workflow.placed_calls if call.model == "reference")
-    moved = Placement(placement.layouts | {name: replace(placement.layouts[name], offload=True)})
-    with pytest.raises(UserError, match="reference is frozen and its folder holds adapters.*; drop ZeRO 3 and offload"):
-        compile_program(workload, moved, cluster)
 
 
 def test_dropout_where_no_responses_are_generated(words):

@@ -71,20 +71,6 @@ def test_a_workload_from_folders(folder):
     assert workload.num_sequences == 128 and workload.num_mini_batches == 4
 
 
-def test_what_is_missing_is_named(folder):
-    cases = [
-        (load("smollm2"), ["preset smollm2", "--model FOLDER"]),
-        (load("smollm2", ["reward_function="], folder), ["models.reward", "reward_function"]),
-        (load("smollm2", ["reward_function_mode=add"], folder), ["models.reward"]),
-        (load("smollm2", [], f"{folder}/none"), [f"{folder}/none/config.json does not exist"]),
-        (load("smollm2", [f"models.critic={folder}/none"], folder), [f"{folder}/none/config.json does not exist"]),
-    ]
-    for config, words in cases:
-        with pytest.raises(UserError) as error:
-            make_workload(config)
-        assert all(word in str(error.value) for word in words), error.value
-
-
 JUNK = (None, "x", "", [], ["x"], [[]], {}, {"a": {}}, 2.5, -1, 0, True, False, float("nan"), float("inf"), 10**400)
 
 

@@ -1,14 +1,13 @@
 """Every option can be set by an argument, which changes nothing else; the largest sizes."""
 
 import functools
-from dataclasses import dataclass
 from typing import get_args
 
 import pytest
 
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.presets import load
-from rlhf_spmd.pages.option_tree import comments_of, options_of
+from rlhf_spmd.pages.option_tree import options_of
 from tests.unit.config.test_presets import bare, refused, value_of
 
 NEEDED = {  # options that make no sense without others
@@ -98,23 +97,6 @@ def test_every_key_can_be_overridden():
 def test_keys_that_are_none(override, words):
     text = refused(override)
     assert all(word in text for word in words), text
-
-
-@dataclass(frozen=True)
-class Commented:
-    """Fields with comments in each of the places."""
-
-    after: int = 1  # the one after it
-    # what this one means, in two
-    # lines of comment
-    above: int = 2
-    both: int = 3  # the one after it counts
-    silent: int = 4
-
-
-def test_a_meaning_is_the_comment_after_a_field_or_above_it():
-    wanted = {"after": "the one after it", "above": "what this one means, in two lines of comment"}
-    assert comments_of(Commented) == wanted | {"both": "the one after it counts", "silent": ""}
 
 
 @pytest.mark.parametrize("sizes", [["samples_per_prompt=10000000000"], ["ppo.epochs=1000000"]])

@@ -6,8 +6,6 @@ import pytest
 
 from rlhf_spmd.config import presets
 from rlhf_spmd.embedded import path_of
-from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.hf import load_tokenizer
 
 ACTOR, HELD_OUT = path_of("arithmetic/actor"), path_of("arithmetic/held_out.jsonl")
 
@@ -28,19 +26,8 @@ def test_answers_are_right_and_held_out_problems_are_in_no_prompt():
     assert sum(prompt in known for prompt in exchanged) == 39  # as bench/RESULTS.md says
 
 
-def test_every_answer_fits():
-    tokenizer = load_tokenizer(str(ACTOR))
-    assert tokenizer.decode(tokenizer.encode("12+34=")[1:]) == "12+34=" and tokenizer.eos_token_id == 2
-    assert max(len(tokenizer.encode(row["answer"])) for row in rows("held_out")) == 4  # with the beginning
-
-
 @pytest.mark.parametrize("algorithm", [None, "rloo", "remax", "reinforce_plus_plus", "ppo"])
 def test_the_preset_is_for_grpo_and_takes_others(algorithm):
     config = presets.load("arithmetic", [], algorithm=algorithm)
     assert config.algorithm.name == (algorithm or "grpo") and config.eval.prompts == str(HELD_OUT)
     assert config.rollout_batch * config.samples_per_prompt == 512
-
-
-def test_a_misspelt_option_of_the_preset_is_told():
-    with pytest.raises(UserError, match=r"ppo\.kl_coef"):
-        presets.load("arithmetic", ["ppo.kl_coef=1"])

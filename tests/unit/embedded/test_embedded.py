@@ -79,14 +79,6 @@ def test_grammar_gives_the_same_text_for_the_same_seed():
     assert len({text for _, text in first}) > 15
 
 
-def test_grammar_score_reads_valences_back():
-    assert grammar.score(" The soup was delicious.") == 1.0
-    assert grammar.score(" The soup was cold. She was sad.") == pytest.approx(-2 / 3)
-    assert grammar.score(" She called it the worst day of the year.") == -1.0
-    assert grammar.score(" The soup was good. The soup was good.") == 0.5 - 0.5
-    assert grammar.score("It was nothing that the grammar knows.") == 0.0
-
-
 def test_openings_are_neutral_and_moods_balanced():
     rng = random.Random(0)
     scenes = [grammar.scene(rng) for _ in range(4000)]
@@ -95,12 +87,6 @@ def test_openings_are_neutral_and_moods_balanced():
     assert abs(scores.mean()) < 0.05 and scores.std() > 0.5
     written = set(re.findall(r"[a-z']+", " ".join(start + text for start, text in scenes).lower()))
     assert written == words()
-
-
-def test_package_is_small():
-    files = [path for path in embedded.path_of("actor").parent.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 6_000_000
-    assert {path.suffix for path in files} == {".json", ".jsonl", ".safetensors"}  # nothing pickled
 
 
 def test_prompts_are_distinct_openings(prompts, tokenizer):
@@ -141,19 +127,6 @@ def test_reward_ranks_fresh_pairs_like_the_grammar(reward, tokenizer):
             better.append(tokenizer.encode(start.text + high) + [tokenizer.eos_token_id])
             worse.append(tokenizer.encode(start.text + low) + [tokenizer.eos_token_id])
     assert (final_scores(reward, better) > final_scores(reward, worse)).float().mean() >= 0.9
-
-
-def test_reward_dislikes_damaged_text(reward, tokenizer):
-    rng = random.Random(20_241)
-    whole, shuffled = [], []
-    for _ in range(200):
-        start = grammar.opening(rng)
-        text = grammar.continuation(rng, start)
-        words = text.split()
-        rng.shuffle(words)
-        whole.append(tokenizer.encode(start.text + text) + [tokenizer.eos_token_id])
-        shuffled.append(tokenizer.encode(f"{start.text} {' '.join(words)}") + [tokenizer.eos_token_id])
-    assert (final_scores(reward, whole) > final_scores(reward, shuffled)).float().mean() > 0.7
 
 
 def test_transformers_loads_and_agrees(prompts, reward, tokenizer):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files.data_files import every_file, files_of, named_parts, read_data
+from rlhf_spmd.files.data_files import every_file, files_of
 from rlhf_spmd.runtime.data.prompts import load_prompts
 from rlhf_spmd.runtime.data.readers import read_records
 from tests.unit.runtime.data.test_prompts import Words
@@ -57,14 +57,6 @@ def test_folders_and_patterns_stand_for_their_files_in_order(tmp_path):
     assert load(tmp_path).fingerprint() != whole.fingerprint(), "a further file changes the inputs of a run"
 
 
-def test_names_with_commas_and_brackets(tmp_path):
-    one = write(tmp_path / "a,b[1].jsonl", LINES)
-    assert named_parts(str(one)) == [str(one)] and files_of(one) == [one]
-    (tmp_path / "x,y").mkdir()
-    assert named_parts(str(tmp_path / "x,y")) == [str(tmp_path / "x,y")]
-    assert named_parts("a.csv, b/*.jsonl,") == ["a.csv", "b/*.jsonl"] and named_parts("") == []
-
-
 def test_the_source_of_a_row_is_what_the_user_named(tmp_path):
     (tmp_path / "math").mkdir()
     for number in range(2):
@@ -98,18 +90,6 @@ def test_the_source_of_a_row_is_what_the_user_named(tmp_path):
 def test_errors_name_file_and_place(name, text, words, tmp_path):
     message = refusal(write(tmp_path / name, text))
     assert all(word in message for word in words), message
-
-
-def test_what_stands_for_no_file_or_cannot_be_unpacked(tmp_path):
-    with pytest.raises(UserError, match="has no data: put files"):
-        files_of(tmp_path)
-    with pytest.raises(UserError, match=r"no file matches .*\*.csv"):
-        files_of(tmp_path / "*.csv")
-    whole = write(tmp_path / "p.jsonl.gz", LINES).read_bytes()
-    for content in (whole[:-9], b"plain", whole[:20] + b"\xff" * 9 + whole[29:]):
-        (tmp_path / "p.jsonl.gz").write_bytes(content)
-        with pytest.raises(UserError, match="p.jsonl.gz is not a whole file of gzip"):
-            read_data(tmp_path / "p.jsonl.gz")
 
 
 def test_data_sets_that_datasets_saved(tmp_path):

@@ -9,11 +9,9 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 
 import pytest
 
-from rlhf_spmd.files import output
 from tests.run_mpi import environment_alone
 
 NOTE = "rlhf_spmd: note: standard output can't be written ({}): the run goes on without it\n"
@@ -67,22 +65,6 @@ def test_what_an_encoding_lacks_is_escaped():
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     body = "print('\\xe9 \\u2603 \\ud83d \\x1b')\nprint('\\xe9', file=sys.stderr)\noutput.say('\\u2603')"
     assert run("", body, **ascii_only) == (0, b"\\xe9 \\u2603 \\ud83d \\x1b\n", "\\xe9\n\\u2603\n")
-
-
-def test_a_message_does_not_wait_for_a_reader_that_has_stopped(monkeypatch, capfd):
-    read, write = os.pipe()
-    stuck = os.fdopen(write, "w", encoding="utf-8")
-    os.set_blocking(write, False)
-    with pytest.raises(BlockingIOError):
-        os.write(write, bytes(2**20)) and os.write(write, bytes(2**20))
-    os.set_blocking(write, True)
-    stuck.write("more")
-    monkeypatch.setattr(sys, "stdout", stuck)
-    monkeypatch.setattr(output, "FLUSH_S", 0.1)
-    began = time.monotonic()
-    output.say("what failed")
-    assert time.monotonic() - began < 60 and capfd.readouterr().err == "what failed\n"
-    os.close(read)  # ends the thread that waits
 
 
 # The terminal

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from rlhf_spmd.files import progress
 from tests.unit.files.test_output import on_terminal
 
 WORKS = """
@@ -48,15 +47,3 @@ def test_one_process_replaces_a_line(program):
     assert len(lines) > 3 and {len(line) for line in lines} <= {59}, lines
     assert all(line.startswith("part ") and line.endswith("...") for line in lines), lines
     assert shown.endswith(ERASE) and end.endswith("the end\n") and "\n" not in shown
-
-
-def test_ranks_print_lines_and_move_no_cursor(program):
-    said = on_terminal([*program, "run"], 60, TERM="xterm")
-    *lines, row, end = said.split("\n")[:-1]
-    assert "\x1b" not in said and "\r" not in said and (row, end) == ("a row", "the end")
-    assert 1 <= len(lines) <= 4 and all(len(line) <= 60 for line in lines)
-
-
-def test_durations_have_six_places():
-    found = [progress.duration(seconds) for seconds in (0, 99, 100, 5940, 6000, 172800, 8e7, 1e12)]
-    assert found == ["0 s", "99 s", "2 min", "99 min", "1.7 h", "2 d", "926 d", "years"]

@@ -31,6 +31,8 @@ PROMISING = [
 DOCUMENTS = [*PROMISING, RESULTS, ROOT / "CHANGES.md", ROOT / "bench" / "LOG.md", ROOT / "bench" / "data" / "README.md"]
 SITE = ROOT / "tools" / "site" / "mkdocs.yml"
 MOST_LINES, MOST_COLUMNS = 200, 120
+MOST_RULES = 12  # of CONTRIBUTING.md: more are not kept
+MOST_COLUMNS_OF_A_COMMAND = 80  # more do not fit a column of the site
 GENERATED = (options_page.PAGE, metrics_page.PAGE, walk.PAGE)
 # pages with one limit for all of their words -> this limit
 MOST_WORDS = {
@@ -62,7 +64,7 @@ VERBS = (
     "status",
     "postmortem",
 )
-VERBS += ("algorithms", "forecast", "rehearse", "report")
+VERBS += ("algorithms", "forecast", "options", "rehearse", "report")
 
 
 def num_words(text: str) -> int:
@@ -145,6 +147,12 @@ def test_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
+def test_the_rules_are_few():
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rules = re.findall(r"^(\d+)\. ", guide.partition("## Rules")[2].partition("\n## ")[0], re.MULTILINE)
+    assert rules == [str(number) for number in range(1, len(rules) + 1)] and 1 < len(rules) <= MOST_RULES
+
+
 @pytest.mark.parametrize(("pages", "most"), MOST_WORDS.items(), ids=["manual", "results"])
 def test_pages_have_few_words(pages, most):
     """A sentence more means another sentence less, or one said in one place instead of two."""
@@ -157,6 +165,12 @@ def test_lines_are_short(page):
     long = [line for line in page.read_text(encoding="utf-8").splitlines() if len(line) > MOST_COLUMNS]
     made = [line for line in long if line.startswith("|") or re.match(r"20\d\d-\d\d-\d\d, commit", line)]
     assert [line for line in long if line not in made] == []
+
+
+@pytest.mark.parametrize("page", PROMISING, ids=named)
+def test_commands_are_narrow(page):
+    lines = [line for language, block in blocks(page) if language in ("", "bash") for line in block.splitlines()]
+    assert [line for line in lines if len(line) > MOST_COLUMNS_OF_A_COMMAND] == []
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=named)
@@ -186,7 +200,8 @@ def test_every_page_is_reachable():
 
 def test_every_page_has_a_place_on_the_site():
     places = re.findall(r"- (?:Home: )?(\S+\.md)$", SITE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {named(page) for page in DOCUMENTS} <= set(places)
+    decisions = (ROOT / "docs" / "decisions").glob("*.md")
+    assert {named(page) for page in (*DOCUMENTS, *decisions)} <= set(places)
     assert len(places) == len(set(places))
 
 

@@ -1,9 +1,7 @@
 """The job scripts, as far as they can be read without Slurm (tests/slurm has the rest)."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -11,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from bench.forecast.suites import SUITES
-from tests.slurm import cluster
 
 FOLDER = Path(__file__).parents[3] / "slurm"
 SCRIPTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(FOLDER.iterdir())}
@@ -193,23 +190,6 @@ def test_a_restart_repeats_its_words_where_an_old_run_goes_on(tmp_path):
         assert words == ["--resume", str(tmp_path / "runs/job-7"), "iterations=20"]
 
 
-@pytest.mark.parametrize("earlier", [True, False], ids=["behind an earlier checkpoint", "without any"])
-def test_an_iteration_longer_than_the_warning(tmp_path, earlier):
-    """No checkpoint comes in time: the job goes on from one that this part of it wrote before, or says what to do."""
-    job = Job(tmp_path)
-    if earlier:
-        job.checkpoint(10)
-    os.kill(job.process.pid, signal.SIGUSR1)
-    wait_for(tmp_path / "warned")
-    if earlier:
-        wait_for(tmp_path / "requeued")
-    else:
-        time.sleep(2.5)
-    said = job.end()[1]
-    assert (tmp_path / "requeued").exists() == earlier
-    assert ("is requeued" if earlier else "has written no checkpoint: lower checkpoint.every") in said
-
-
 # ---- stages.sh with a queue that only writes down what it is told ---------------------------------------------------
 
 SBATCH = """#!/bin/bash
@@ -262,38 +242,6 @@ def test_stages_wait_for_each_other_and_read_what_the_others_write(stages, tmp_p
     assert ["--kill-on-invalid-dep=yes" in words for words in found.values()] == [False, True, True]
     assert all(words[:2] == ["-N", "2"] and f"--job-name={run}" in words for run, words in found.items())
     assert "x-ppo: job 13 after 11:12" in said
-
-
-def test_a_second_submission_of_stages_adds_what_is_missing(stages, tmp_path):
-    """The first stage has ended, the second was interrupted, and the third is in the queue or has no folder."""
-    model, run = tmp_path / "runs/x-sft/actor/generation_config.json", tmp_path / "runs/x-reward/config.json"
-    for path in (model, run):
-        path.parent.mkdir(parents=True)
-        path.touch()
-    words = (*CHAIN[:6], ":", "--strategy", "separation", "--config=x", *CHAIN[7:])
-    found, said = stages(*words)
-    assert list(found) == ["x-reward", "x-ppo"] and f"x-sft: finished, its model is {model.parent}" in said
-    assert of_train(found["x-reward"]) == ["iterations=3"]  # train.sbatch resumes the run, which has its own options
-    assert not [word for word in found["x-reward"] if "depend" in word]
-    assert "--dependency=afterok:11" in found["x-ppo"] and of_train(found["x-ppo"])[0] == "--model"
-    (tmp_path / "queue-x-reward").write_text("7\n", encoding="utf-8")
-    found, said = stages(*words)
-    assert list(found) == ["x-ppo"] and "--dependency=afterok:7" in found["x-ppo"]
-    assert "x-reward: job 7 is in the queue" in said
-
-
-@pytest.mark.parametrize("words", [(), (":", ":"), (":", ":", ":", ":")])
-def test_stages_say_how_they_are_called(stages, words):
-    found, said = stages(*words, status=2)
-    assert not found and said.startswith("usage: slurm/stages.sh NAME")
-    assert stages(*CHAIN, name="a/b", status=2)[1] == said
-
-
-def test_a_checkout_that_the_nodes_do_not_see_is_refused(monkeypatch):
-    monkeypatch.setattr(cluster, "REPOSITORY", Path("/tmp/checkout"))
-    assert cluster.missing() == (
-        "its nodes have a /tmp of their own and don't see /tmp/checkout: use a checkout outside /tmp"
-    )
 
 
 def test_a_job_measures_each_layout(tmp_path):

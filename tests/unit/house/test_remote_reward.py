@@ -82,29 +82,3 @@ def test_a_server_that_is_not_there_ends_with_its_address(serve):
     with pytest.raises(UserError, match=r"after 3 tries, is: http://127.0.0.1:\d+/get_reward"):
         ask(rewards.remote(gone.url, tries=3), ["abc"])
     assert serve.pauses == [1.0, 2.0]
-
-
-def test_a_refusal_is_not_tried_again(serve):
-    server = serve([404] * 9)
-    with pytest.raises(UserError, match="after 1 tries, is: .*status 404"):
-        ask(rewards.remote(server.url), ["abc"])
-    assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda answer: {"scores": answer["rewards"]},
-        lambda answer: {"rewards": [*answer["rewards"], 1.0]},
-        lambda answer: {"rewards": [float("nan")]},
-        lambda answer: {"rewards": 1.0},
-    ],
-)
-def test_answers_that_are_no_scores(spoil, serve):
-    with pytest.raises(UserError, match="is not a JSON object with `rewards`, 1 finite numbers"):
-        ask(rewards.remote(serve(spoil=spoil).url), ["abc"])
-
-
-def test_no_server():
-    with pytest.raises(UserError, match="has no server"):
-        rewards.remote()

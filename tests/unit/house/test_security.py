@@ -36,15 +36,3 @@ def test_a_strategy_in_the_working_folder_does_not_hide_ours(tmp_path, monkeypat
     assert load_strategy("separation").source == (ROOT / "strategies" / "separation.py").read_text(encoding="utf-8")
     with pytest.raises(UserError, match="unknown strategy 'mine'"):  # a file is named as one: mine.py
         load_strategy("mine")
-
-
-def test_an_algorithm_in_the_working_folder_does_not_hide_ours(tmp_path, monkeypatch):
-    from rlhf_spmd.pages.algorithm import load_algorithm
-
-    (tmp_path / "ppo.py").write_text("raise SystemExit('ran')", encoding="utf-8")
-    (tmp_path / "mine.py").write_text("raise SystemExit('ran')", encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert load_algorithm("ppo").source == (ROOT / "rlhf_spmd" / "algorithms" / "ppo.py").read_text(encoding="utf-8")
-    with pytest.raises(UserError, match="unknown algorithm 'mine'"):  # a file is named as one: mine.py
-        load_algorithm("mine")

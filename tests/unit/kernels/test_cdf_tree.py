@@ -26,8 +26,6 @@ from rlhf_spmd.kernels.cdf_tree import FANOUT, LEVELS_INSIDE, level_numbers, lev
 
 VOCAB = 131_072
 LEVELS = levels_over(VOCAB) + LEVELS_INSIDE
-BELOW = LEVELS - 1  # levels whose numbers come from word 1
-LEAVES = FANOUT**BELOW  # below a child of the root
 LIMIT = 0.002
 CHUNK = 2**14  # words at a time
 ENTROPIES = (5, 6, 7, 8)  # nats
@@ -90,65 +88,6 @@ def unshifted(x_B: np.ndarray, shift: int) -> np.ndarray:
     for _ in range(32 // shift):
         y_B = x_B ^ (y_B >> np.uint64(shift))
     return y_B
-
-
-# ---- products of one distribution per level --------------------------------------------------------------------------
-
-
-def leaves_of(numbers_LB: np.ndarray, edges_LE: np.ndarray) -> np.ndarray:
-    """Returns the leaf that each column of numbers leads to, where all nodes of a level have the same edges."""
-    leaf_B = np.zeros(numbers_LB.shape[1], dtype=np.int64)
-    for numbers_B, edges_E in zip(numbers_LB, edges_LE, strict=True):
-        leaf_B = leaf_B * FANOUT + sum((numbers_B >= edge).view(np.uint8) for edge in edges_E)
-    return leaf_B
-
-
-def product(masses_LF: np.ndarray) -> np.ndarray:
-    probs_V = np.ones(1)
-    for masses_F in masses_LF:
-        probs_V = (probs_V[:, None] * masses_F).ravel()
-    return probs_V
-
-
-def edges_of(masses_LF: np.ndarray) -> np.ndarray:
-    return masses_LF.cumsum(axis=1)[:, :-1]
-
-
-FLAT = np.full((BELOW, FANOUT), 1 / FANOUT)
-
-
-@pytest.mark.slow
-def test_flat_by_a_sample():
-    num, rng = 3 * 2**26, np.random.default_rng(1)
-    counts_V = np.zeros(LEAVES, dtype=np.int64)
-    for part in chunks(poisson(num)):
-        numbers_LB = level_numbers(random_words(rng, part.stop - part.start) << 32, LEVELS).T
-        counts_V += np.bincount(leaves_of(numbers_LB[1:], edges_of(FLAT)), minlength=LEAVES)
-    assert bound(counts_V, product(FLAT), num) < LIMIT
-
-
-def zipf_at_each_level(entropy: float) -> np.ndarray:
-    """Returns Zipf's law over the children of each level in some order, [L, F], with this entropy over all tokens."""
-
-    def entropy_of(steepness: float) -> float:
-        return nats(zipf(VOCAB // LEAVES, steepness)) + BELOW * nats(zipf(FANOUT, steepness))
-
-    rng, masses_F = np.random.default_rng(int(entropy)), zipf(FANOUT, solved(entropy_of, entropy))
-    return np.stack([rng.permutation(masses_F) for _ in range(BELOW)])
-
-
-@pytest.mark.slow
-def test_all_words():
-    """Flat 0.11%, as chance would have it (sqrt(2**15 / (2 pi 2**32))), and less at all entropies below."""
-    laws = {"flat": FLAT} | {f"{entropy} nats": zipf_at_each_level(entropy) for entropy in ENTROPIES}
-    counts = {name: np.zeros(LEAVES, dtype=np.int64) for name in laws}
-    for part in chunks(2**32):
-        numbers_LB = level_numbers(np.arange(part.start, part.stop) << 32, LEVELS).T
-        for name, masses_LF in laws.items():
-            counts[name] += np.bincount(leaves_of(numbers_LB[1:], edges_of(masses_LF)), minlength=LEAVES)
-    found = {name: np.abs(counts[name] / 2**32 - product(laws[name])).sum() / 2 for name in laws}
-    assert all(variation < 0.0012 for variation in found.values()), found
-    assert max(found, key=found.get) == "flat"
 
 
 # ---- distributions without a structure -------------------------------------------------------------------------------

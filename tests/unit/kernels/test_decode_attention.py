@@ -6,11 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_spmd.kernels.decode_attention import (
-    MAX_SPLITS,
-    MAX_TOKENS,
-    MIN_TOKENS,
     Decode,
-    choose_parts,
     decode_attention,
     decode_attention_ref,
     decode_attention_triton,
@@ -186,34 +182,3 @@ def test_strided_inputs(device):
     close(decode_attention_triton(*case.arguments, num_parts=2), expected, torch.float32)
     assert not case.keys.is_contiguous()
     close(case.dispatched(), expected, torch.float32)
-
-
-def test_no_rows(device):
-    case = Case(1, 2, 3, 16, 16, [4], device=device)
-    case.q, case.tables, case.lengths = case.q[:0], case.tables[:0], case.lengths[:0]
-    assert case.dispatched().shape == decode_attention_triton(*case.arguments).shape == (0, 6, 16)
-
-
-def test_number_of_parts():
-    """Enough programs, none with too few or too many tokens, always a power of two."""
-    for num_pairs in (1, 8, 64, 512, 4096):
-        for longest in (1, 64, 1024, 8192, 131072):
-            parts = choose_parts(num_pairs, longest, 132)
-            assert parts & (parts - 1) == 0 and 1 <= parts <= MAX_SPLITS
-            assert parts == 1 or parts <= 2 * max(longest // MIN_TOKENS, 1)
-            assert parts == MAX_SPLITS or longest / parts <= MAX_TOKENS
-    assert choose_parts(8, 8192, 132) * 8 >= 2 * 132
-    assert choose_parts(512, 1024, 132) == 1  # 512 programs of 528 fill the device: no second kernel
-    assert choose_parts(64, 1024, 132) == 8
-
-
-def test_what_is_refused(device):
-    case = Case(2, 2, 2, 16, 16, [5, 6], device=device)
-    with pytest.raises(AssertionError):
-        decode_attention_triton(case.q[:, :3], *case.arguments[1:])
-    with pytest.raises(AssertionError, match="backward"):
-        step = Decode.prepare(case.tables, case.lengths, 16, torch.float32)
-        decode_attention(case.q.requires_grad_(), case.keys, case.values, step)
-    if device == "cpu":
-        with pytest.raises(AssertionError, match="longer than its table"):
-            Decode.prepare(case.tables, case.lengths + 1000, 16, torch.float32)

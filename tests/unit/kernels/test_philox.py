@@ -1,7 +1,5 @@
 """Philox4x32-10 against the published known answers, and the random bits that sampling uses."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -73,26 +71,3 @@ def test_every_index_matters():
     others = [words(0, 5, 2, 3, 4), words(1 + 2**32, 5, 2, 3, 4), words(1, 4, 2, 3, 4), words(1, 5, 3, 3, 4)]
     others += [words(1, 5, 2, 4, 4), words(1, 5, 2, 3, 3), words(1, 5, 2, 3, 4, first=2)]
     assert all(mine != theirs for other in others for mine, theirs in zip(base, other, strict=True))
-
-
-def test_words_are_uniform():
-    bits = random_bits(99, 0, 0, np.arange(500), np.zeros(500, int), 64).ravel()
-    for word in (bits % 2**32, bits >> 32 & 0xFFFFFFFF):
-        u = word / 2**32
-        ecdf = (np.arange(u.size) + 0.5) / u.size
-        assert np.abs(np.sort(u) - ecdf).max() < 1.63 / math.sqrt(u.size)  # Kolmogorov-Smirnov at 1%
-        assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 3 / math.sqrt(u.size)
-    assert abs(np.corrcoef(bits % 2**32, bits >> 32)[0, 1]) < 3 / math.sqrt(bits.size)
-
-
-def test_misuse_is_caught():
-    with pytest.raises(AssertionError, match="64-bit"):
-        philox_uint32(2**64, 0, 0, 0, 0)
-    with pytest.raises(AssertionError, match="32 bits"):
-        philox_uint32(0, -1, 0, 0, 0)
-    with pytest.raises(AssertionError, match="32 bits"):
-        philox_uint32(0, np.array([2**32]), 0, 0, 0)
-    with pytest.raises(AssertionError, match="stream 256 exceeds 8 bits"):
-        random_bits(0, 256, 0, [0], [0], 1)
-    with pytest.raises(AssertionError, match="16777217 positions exceed 24 bits"):
-        random_bits(0, 0, 0, [0], [0], 2**24 + 1)

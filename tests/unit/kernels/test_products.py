@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from rlhf_spmd.kernels import products
 from rlhf_spmd.kernels.products import BACKWARD, DTYPES, LIBRARIES, Choice, packed, product, product_in, rows_for, use
-from rlhf_spmd.kernels.token_logprobs import token_logprobs
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.linear import Copies
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
@@ -22,8 +21,6 @@ from rlhf_spmd.plan.cost.memory import packed_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.generation.rollout import Rollout
-from tests.folders import write_all
-from tests.runs import RunOf, load
 
 SHAPES = ((576, 192), (320, 256), (33, 100), (7, 3))  # [O, I], also of uneven slices
 CASES = [(name, dtype) for name, one in LIBRARIES.items() for dtype in DTYPES if one.exists(DTYPES[dtype])]
@@ -169,44 +166,6 @@ def test_onednn_gets_few_numbers_of_rows(monkeypatch):
     assert rows_for(65, torch.float64) == 65
 
 
-def test_onednn_is_soon_prepared(monkeypatch, tmp_path):
-    """Products of a run with a new number of rows, which take long: few after the second iteration, although responses
-    have new lengths in each."""
-    if ("onednn", "float32") not in CASES:
-        pytest.skip("no products by onednn in float32 here")
-    multiply, seen, new = products.OneDNN.multiply, set(), []
-
-    def recorded(self, x_NI, weight, bias):
-        if len(x_NI) > 1 and rows_for(len(x_NI), torch.float32) == len(x_NI):  # else it calls itself with more rows
-            seen.add((len(x_NI), weight.shape, weight.is_mkldnn, bias is None))
-        return multiply(self, x_NI, weight, bias)
-
-    sizes = {"hidden_size": 256, "head_dim": 64, "eos_token_ids": (1, 5, 9, 20, 33)}
-    words = [*write_all(tmp_path, **sizes), "generation.max_new_tokens=24", "rollout_batch=48", "mini_batch=24"]
-    run = RunOf(load(words, "products=onednn", "ppo.epochs=1"))
-    monkeypatch.setattr(products.OneDNN, "multiply", recorded)
-    for _ in range(3):
-        before = len(seen)
-        run.iteration()
-        new.append(len(seen) - before)
-    assert new[0] > 50
-    assert new[2] < new[0] / 4, new
-
-
-def test_what_packing_must_earn():
-    choice = Choice("onednn", plain_s=3.0, packed_s=2.0, pack_s=10.0)
-    assert not choice.packs(10) and choice.packs(11) and not Choice("onednn", plain_s=1.0, packed_s=1.0).packs(1e9)
-    use({"float32": choice})
-    model = small(torch.float32)
-    assert Copies(model, num_rows=2, num_steps=5).joined is None
-    assert Copies(model, num_rows=2, num_steps=50).head_VD is None  # not on the last stage
-    copies = Copies(model, num_rows=2, num_steps=50, num_logits=70)
-    assert len(copies.forwards) == 4 and copies.head_VD.num_out == 70
-    assert Copies(model.double(), num_rows=2, num_steps=50).joined is None
-    use({})
-    assert Copies(model.float(), num_rows=2, num_steps=50).joined is None
-
-
 def test_what_cannot_be_had_does_not_exist(monkeypatch):
     """An operator that raises, and one that computes something else."""
 
@@ -216,15 +175,6 @@ def test_what_cannot_be_had_does_not_exist(monkeypatch):
     for multiply in (raises, lambda self, x_NI, weight, bias: F.linear(x_NI, torch.ones(40, 48), bias)):
         monkeypatch.setattr(products.OneDNN, "multiply", multiply)
         assert not LIBRARIES["onednn"].exists(torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_dtypes_use_linear(dtype):
-    use({"float32": Choice("onednn")})
-    x, weight = tensors(dtype, (3, 8), (5, 8))
-    assert torch.equal(product(x, weight), F.linear(x, weight))
-    tokens_N = torch.tensor([1, 4, 0])
-    assert torch.isfinite(token_logprobs(x, weight, tokens_N)).all()
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)

@@ -1,7 +1,5 @@
 """Inverse-CDF sampling: the right token for given random bits, and never an impossible one."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -138,29 +136,6 @@ def test_broken_rows_stay_in_range():
     assert ((greedy.tokens_B >= 0) & (greedy.tokens_B < 600)).all()
     for numbers_B in greedy[1:4]:
         assert numbers_B[:3].isnan().all() and numbers_B[3].isfinite()
-
-
-def test_input_is_untouched():
-    logits_BV = random_logits(2, 2 * BLOCK)
-    before_BV = logits_BV.clone()
-    drawn(logits_BV, random_rows(2), 1.0)
-    assert torch.equal(logits_BV, before_BV)
-
-
-@pytest.mark.timed
-def test_speed():
-    """A few milliseconds for a real vocabulary. Processor seconds of one thread, because machines are shared."""
-    logits_BV, bits_B = random_logits(32, 49152), random_rows(32)
-    num_threads, seconds = torch.get_num_threads(), []
-    torch.set_num_threads(1)
-    try:
-        for _ in range(5):
-            began_s = time.process_time()
-            drawn(logits_BV, bits_B, 0.7)
-            seconds.append(time.process_time() - began_s)
-    finally:
-        torch.set_num_threads(num_threads)
-    assert min(seconds) < 0.1
 
 
 def test_only_tokens_near_an_edge_flip_and_few_of_them():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rlhf_spmd.kernels.sample import sample, sample_ref
-from rlhf_spmd.kernels.support import largest, make_rules, support_ref
+from rlhf_spmd.kernels.support import make_rules, support_ref
 from tests.draws import random_rows
 
 RULES = {
@@ -188,14 +188,3 @@ def test_drawn_frequencies():
         assert kept_V.sum() == 5 and not counts_V[~kept_V].any()
         square = ((counts_V - num * probs_V).square() / (num * probs_V))[kept_V].sum()
         assert square < 18.5  # 4 degrees of freedom, 0.1%
-
-
-@pytest.mark.parametrize("num", [1, 5, 64, 400])
-def test_largest(num):
-    """The same values as torch.topk, on widths that the groups do not divide."""
-    for vocab_size in (16, 1000, 4099, 30_001):
-        logits_BV, _ = make_rows(9, vocab_size)
-        values_BC, ids_BC = largest(logits_BV, min(num, vocab_size))
-        assert torch.equal(values_BC, logits_BV.topk(min(num, vocab_size)).values)
-        assert torch.equal(logits_BV.gather(1, ids_BC), values_BC)
-        assert all(len(set(ids)) == len(ids) for ids in ids_BC.tolist())

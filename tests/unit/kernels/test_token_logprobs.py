@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_spmd.kernels import softmax_chunk, token_logprobs
 from rlhf_spmd.kernels.known_tokens import KnownTokens
-from rlhf_spmd.plan.cost import memory
 
 BANNED = (3, 100)
 FORMS = {"dispatch": token_logprobs.token_logprobs, "triton": token_logprobs.token_logprobs_triton}
@@ -258,20 +257,6 @@ def test_logits_never_exist_at_once(monkeypatch, device, kept):
     assert largest.numel >= num_rows * vocab_size
 
 
-def test_size_of_a_chunk():
-    """What the budget holds for few rows, V / 24 for many; and the forecast of bytes knows the same rule."""
-    assert token_logprobs.columns_per_chunk(2048, 1024) == 1024
-    assert token_logprobs.columns_per_chunk(4096, 49152) == 2048
-    assert token_logprobs.columns_per_chunk(100_000, 128_256) == 5376
-    for num_rows in (0, 1, 100, 3000, 8192, 65536):
-        for vocab_size in (1, 100, 32000, 49152, 151_936):
-            columns = token_logprobs.columns_per_chunk(num_rows, vocab_size)
-            assert columns == memory.chunk_columns(num_rows, vocab_size)
-            assert columns == vocab_size or columns % 128 == 0
-            if num_rows >= 8192 and vocab_size >= 32000:  # half precision against float32
-                assert 2 * num_rows * columns < 0.05 * 4 * num_rows * vocab_size
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_chunks", CHUNKS)
 @pytest.mark.parametrize("kind", ["plain", "banned", "kept"])
@@ -289,19 +274,3 @@ def test_which_tokens_are_the_likeliest(monkeypatch, device, form, num_chunks, k
     (logprobs_N.sum() + 0 * top_N.sum()).backward()
     everything = case.outputs(FORMS[form], top=True, entropy=True)
     assert len(everything) == 3 and torch.equal(everything[2], top_N)
-
-
-@pytest.mark.parametrize("vocab_size", [1, 63, 128, 129, 1000, 32_000, 32_001, 32_003, 50_257, 128_256, 151_936])
-def test_every_kind_of_chunk_has_a_width(vocab_size):
-    """Triton compiles a kernel for 1 column, for multiples of 16 and for others. A vocabulary of 32,001 is one chunk of
-    two rows, and of many rows multiples of 128 and a single column."""
-
-    def kind(width: int) -> tuple[bool, bool]:
-        return width == 1, width % 16 == 0
-
-    found = set()
-    for num_rows in (1, 2, 100, 500, 1000, 2048, 3333, 5000, 8192, 100_000):
-        size = token_logprobs.columns_per_chunk(num_rows, vocab_size)
-        found |= {kind(min(size, vocab_size - start)) for start in range(0, vocab_size, size)}
-    widths = token_logprobs.kinds_of_widths(vocab_size)
-    assert found <= set(map(kind, widths)) and len(widths) == len(set(map(kind, widths))) <= 3

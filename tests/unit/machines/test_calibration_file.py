@@ -13,7 +13,6 @@ from rlhf_spmd.machines.calibration_file import (
     write_calibration,
 )
 from rlhf_spmd.plan.cost.calibration import OF_DEVICE
-from tests.unit.machines.test_cluster_calibration import reserving
 from tests.unit.plan.cost.test_calibration import calibration, line, table
 
 
@@ -114,31 +113,3 @@ def test_calibrations_of_several_types_are_joined(tmp_path):
     assert load_calibration(str(tmp_path / "a,b.json")).name == "a,b"
     with pytest.raises(UserError, match="two of the calibrations know a100-80g; name one for each"):
         load_calibration("a100-80g,a100-80g-derived")
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("{", "Expecting"),
-        ('{"version": 0}', "version 1; measure"),
-        (SMALLEST.replace('"cpu"', '"cpu": {}, "x"'), "devices.cpu.matrix_flops Field required"),
-        (SMALLEST.replace('"fitted"', '"guessed"'), "sources: 'layer_s': 'guessed' is unknown; map constants"),
-    ],
-)
-def test_bad_calibrations_are_refused_by_name(tmp_path, content, says):
-    path = tmp_path / "mine.json"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(UserError, match=rf"mine\.json.*{says}"):
-        read_calibration(str(path))
-    with pytest.raises(UserError, match="nowhere"):
-        read_calibration(str(tmp_path / "nowhere.json"))
-
-
-def test_a_calibration_file_keeps_its_reserve(tmp_path):
-    path = str(tmp_path / "mine.json")
-    write_calibration(replace(reserving(0.08), name="mine"), path)
-    assert read_calibration(path).devices["a100-80g"].reserve == 0.08
-    wrong = tmp_path / "wrong.json"
-    wrong.write_text((tmp_path / "mine.json").read_text(encoding="utf-8").replace("0.08", "1.5"), encoding="utf-8")
-    with pytest.raises(UserError, match="reserve 1.5 is not a share"):
-        read_calibration(str(wrong))

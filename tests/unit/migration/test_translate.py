@@ -13,7 +13,6 @@ import yaml
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.config.options import leaves
 from rlhf_spmd.config.presets import load
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.migration.sources import Source, read_file, read_words
 from rlhf_spmd.migration.translate import shape_near, translate
 from rlhf_spmd.pages.algorithm import algorithm_names
@@ -248,31 +247,6 @@ def test_references_to_references_have_the_value_of_the_last(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.yaml", "- 1", "holds no options"),
-        ("a.yaml", "a: [", "is not YAML"),
-        ("a.yaml", "a: &a {b: *a}", "an alias"),
-        ("a.yaml", "[" * 1000 + "]" * 1000, "is not YAML: maximum recursion depth"),
-        ("a.yaml", "data: {a: 'x${data.b}', b: 'y${data.a}${data.a}'}", "grow without end"),
-        ("a.yaml", "a: ${a}${a}", "a.yaml: a refers to values that grow without end"),
-        ("a.yaml", "".join(f"v{n}: {f'${{v{n + 1}}}' * 200}\n" for n in range(8)) + "v8: x", "grow without end"),
-        ("a.sh", "python3 -m openrlhf.cli.train_sft", "coming-from PROGRAM` before the command that trains"),
-        ("a.py", "args = DPOConfig(output_dir='x')", r"into a YAML file"),
-    ],
-)
-def test_refusals(name, text, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        source_of(tmp_path, text, name)
-
-
-@pytest.mark.parametrize("words", ["algorithm.adv_estimator=opo", "python3 -m openrlhf.cli.train_kto --pretrain x"])
-def test_an_algorithm_that_is_not_here_is_refused(words):
-    with pytest.raises(UserError, match="name one with --algorithm|name an algorithm with --algorithm"):
-        of_words("openrlhf" if "openrlhf" in words else "verl", words)
-
-
-@pytest.mark.parametrize(
     ("words", "module", "keys"),
     [
         ("CUDA_VISIBLE_DEVICES=0 python -u grpo.py --a 1", "grpo.py", {"CUDA_VISIBLE_DEVICES", "u", "a"}),
@@ -376,9 +350,3 @@ def test_adapters(name, words, expected, tmp_path):
 )
 def test_what_of_adapters_is_not_here(words, says):
     assert f"# {says}" in translate(source_of_example("trl_grpo.yaml", *words)).text("x")
-
-
-def test_a_number_that_is_none_is_left_to_the_user_for_the_roles_that_train():
-    found = of_words("trl", "trl grpo --learning_rate abc")
-    assert found.later["optimizer.actor_lr"] == "abc  (it is not a number)"
-    assert not {"optimizer.critic_lr", "optimizer.reward_lr"} & {*found.later}

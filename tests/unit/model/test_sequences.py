@@ -79,13 +79,6 @@ def test_join():
     assert (batch.last_B() + 1).tolist() == np.cumsum(batch.lengths).tolist()
 
 
-def test_join_of_full_rows_and_of_one_row():
-    full = [([5] * MAX_PROMPT, [6] * MAX_RESPONSE)] * 2
-    assert join(full).tokens_N.tolist() == ([5] * MAX_PROMPT + [6] * MAX_RESPONSE) * 2
-    assert join([([5], [])]).tokens_N.tolist() == [5]
-    assert join([([5], [])]).before_R.tolist() == []
-
-
 def test_the_tokens_before_and_the_places_of_the_response():
     """Marked tokens: row b, position p is 100 b + p."""
     pairs = [([100 * b + p for p in range(len(x))], [100 * b + len(x) + t for t in range(len(y))])

@@ -8,7 +8,6 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from rlhf_spmd.__main__ import main
 from rlhf_spmd.algorithms import page, surrogates
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
@@ -83,17 +82,6 @@ def test_a_page_survives_its_options_and_its_state(name):
         assert state is None and algorithm.read_state({}) is None
 
 
-def test_the_verb_lists_them(capsys):
-    assert main(["algorithms"]) == 0
-    *text, last = capsys.readouterr().out.splitlines()
-    found = json.loads(last)
-    assert found["ok"] and set(found["algorithms"]) == set(algorithm_names()) and "ppo" in algorithm_names()
-    heads = "actor (lm head), reference (lm head), reward (scalar head), critic (scalar head)"
-    assert f"ppo: PPO; {heads}; data prompt" in text
-    number = text.index(f"  {'estimate_advantages':<26}  compute(estimate_advantages)")
-    assert text[number + 1].startswith("      ") and text[number + 1].endswith("-> advantages, returns")
-
-
 # ---- what functions get ---------------------------------------------------------------------------------------------
 
 
@@ -138,19 +126,6 @@ def test_a_function_called_like_one_of_the_package_has_only_its_own_companions(t
     )
     again = load_algorithm(str(write_page(tmp_path, importing)))
     assert again.function("policy_loss").sums is surrogates.policy_loss_sums
-
-
-def test_a_function_may_be_named_with_its_file(tmp_path):
-    """So that a page's own function of that name is not meant; messages and fingerprints know the short name."""
-    named = '"surrogates.policy_loss", prompts, responses, old_logprobs=logprobs, advantages='
-    own = ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\n' + OWN_LOSS)
-    path = write_page(tmp_path, ('"surrogate", prompts, responses, weights=', named), own)
-    algorithm = load_algorithm(str(path))
-    workflow = algorithm.workflow(algorithm.options())
-    (call,) = workflow.train_calls
-    assert (call.function, call.module) == ("policy_loss", "surrogates")
-    found = algorithm.functions(workflow)[call.name]
-    assert found.function is surrogates.policy_loss and found.prepare is surrogates.policy_loss_prepare
 
 
 # ---- on the command line --------------------------------------------------------------------------------------------

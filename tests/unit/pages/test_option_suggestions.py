@@ -3,9 +3,7 @@
 import pytest
 
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.config import presets
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import algorithm_names
 from rlhf_spmd.pages.option_tree import keys_of
 from rlhf_spmd.pages.other_names import names
@@ -33,27 +31,6 @@ from rlhf_spmd.pages.strategy import load_strategy
 def test_a_wrong_name_has_its_true_neighbours(word, hint, capsys):
     assert main(["check", "flattening", word]) == 2
     assert hint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "word", "hint"),
-    [
-        ("grpo", "beta=0.1", "did you mean 'grpo.kl_coef'?"),
-        ("distill", "teacher_model=x", "did you mean 'models.teacher'?"),
-        ("grpo", "epsilon=0.1", "did you mean 'grpo.clip_low' or 'grpo.clip_high'?"),
-        ("remax", "actor.loss_agg_mode=token-mean", "did you mean 'remax.aggregation' or 'remax.surrogate'?"),
-    ],
-)
-def test_names_of_other_systems_mean_options_of_the_algorithm(algorithm, word, hint, capsys):
-    assert main(["check", "flattening", "--algorithm", algorithm, word]) == 2
-    assert hint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("word", ["--ranks", "--layout"])
-def test_the_number_of_ranks_of_a_run_is_that_of_its_launcher(word):
-    """`train --layout 1x2` was asked whether it meant '--layout'."""
-    with pytest.raises(UserError, match=rf"unknown argument '{word}' \(start N ranks with mpirun -n N or srun\)"):
-        parse(["train", word, "2"])
 
 
 def test_names_of_other_systems_stand_for_options_that_there_are():

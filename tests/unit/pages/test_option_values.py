@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pytest
-import torch
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_spmd.errors import UserError
@@ -78,8 +77,3 @@ def test_texts_that_are_refused(annotation):
             parse_value(annotation, given(text), "k")
         message = str(error.value)
         assert message.startswith("k") and words in message and len(message) < 600, (text, message)
-
-
-def test_a_type_that_no_text_can_give():
-    with pytest.raises(UserError, match="strategy.net cannot be set from text.*Module"):
-        parse_value(torch.nn.Module, "x", "strategy.net")

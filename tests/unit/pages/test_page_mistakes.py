@@ -2,14 +2,11 @@
 
 import pytest
 
-from rlhf_spmd.errors import UserError
 from tests.pages import checked, write_page
 from tests.unit.pages.test_algorithm import refused
 
 LOSS = "def surrogate(logprobs_BG, weights_BG, mask_BG):\n"
 TRAIN = '    policy.train("surrogate", prompts, responses, weights=weights)\n'
-OPTIONS = "@dataclass(frozen=True, slots=True)\nclass Options(page.Options):\n"
-STATE = "\nclass State:\n    pass\n"
 STATEFUL = """
 
 @dataclass(frozen=True)
@@ -161,12 +158,3 @@ def test_the_order_of_parameters_means_nothing(tmp_path):
     order = ("workflow(options, model, compute, prompts)", "workflow(prompts, compute, model, options)")
     algorithm = checked(write_page(tmp_path, change, order))
     assert algorithm.after_iteration(None, None, {"kl": 1.0}, {"kl": 2.0}, 3).seen == {"kl": 1.0}
-
-
-def test_what_goes_wrong_after_an_iteration_is_one_error(tmp_path):
-    good = checked(write_page(tmp_path, stateful(), name="good"))
-    assert good.after_iteration(good.initial_state(None), None, {}, {}, 5).seen == 5
-    for number, (bad, text) in enumerate({"None": "returned a NoneType", "[][3]": "raised IndexError"}.items()):
-        algorithm = checked(write_page(tmp_path, stateful("State(state.seen + num_sequences)", bad), name=f"p{number}"))
-        with pytest.raises(UserError, match=rf"algorithm p{number}: after_iteration\(\) {text}"):
-            algorithm.after_iteration(algorithm.initial_state(None), None, {}, {}, 5)

@@ -1,16 +1,13 @@
 """Strategies by name and by file; every error is one message that names the strategy."""
 
 import re
-import sys
 import textwrap
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages import strategy as strategies
-from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.proof.check import check
@@ -57,13 +54,6 @@ def refused(name: str, layout: str = "1x4", **options) -> str:
     return text
 
 
-@pytest.mark.parametrize("load", [load_strategy, load_algorithm])
-def test_a_file_in_another_encoding_is_refused(load, tmp_path):
-    (tmp_path / "mine.py").write_bytes("# é".encode("latin-1"))
-    with pytest.raises(UserError, match=r"^\S+/mine\.py is not in UTF-8 \(byte 3\): write it in UTF-8$"):
-        load(str(tmp_path / "mine.py"))
-
-
 # ---- finding them --------------------------------------------------------------------------------------------------
 
 
@@ -79,16 +69,6 @@ def test_every_strategy_of_the_package_compiles_and_is_sound():
                 continue
             errors = [f for f in check(compiled(name, layout)) if f.severity == "error"]
             assert not errors, (name, layout, errors)
-
-
-def test_a_file_leaves_no_bytecode_and_is_read_anew(write, monkeypatch):
-    """A second version of the same length within one second used to run as the first one."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    for zero in (1, 2, 0):
-        name = write(EVERYWHERE.replace("zero=zero", f"zero={zero}"))
-        placement = load_strategy(name).place(make_workload(), Cluster.parse("1x4"))
-        assert placement.layouts["actor_train"].zero == zero
-    assert [path.name for path in Path(name).parent.iterdir()] == ["mine.py"]
 
 
 @pytest.mark.parametrize(
@@ -220,15 +200,6 @@ def test_a_placement_that_does_not_fit_names_strategy_call_ranks_and_mend(write,
     text = refused(write(CHANGED % change))
     assert text.startswith("strategy mine: ") and "raised" not in text
     assert all(word in text for word in words), text
-
-
-def test_our_own_bugs_are_not_blamed_on_place(write, monkeypatch):
-    def broken(*arguments):
-        raise KeyError("ours")
-
-    monkeypatch.setattr(strategies, "compile_program", broken)
-    with pytest.raises(KeyError, match="ours"):
-        compiled(write(EVERYWHERE))
 
 
 def test_the_template_runs_as_it_stands():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.cluster import MAX_DEVICES, Cluster
+from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 
 
@@ -51,15 +51,6 @@ def test_gradients_are_summed_on_nodes_first():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"ranks": (0, 0.5), "dp": 2}, {"ranks": ("0",), "dp": 1}, {"ranks": (0, 1), "dp": 4 / 2}, {"ranks": 3, "dp": 3}],
-)
-def test_a_layout_is_made_of_whole_numbers(arguments):
-    with pytest.raises(UserError, match="whole numbers"):
-        Layout(**arguments)
-
-
-@pytest.mark.parametrize(
     ("layout", "words"),
     [
         (Layout((), dp=0), ["no ranks", "at least one"]),
@@ -81,10 +72,4 @@ def test_problems_of_a_grid_in_words(layout, words):
 @pytest.mark.parametrize("layout", ["", "8", "x8", "8x", "0x8", "8x0", "-1x8", "2 x 8", "2x8x2", "axb", "٢x٢", "2x8\n"])
 def test_layout_strings_that_are_none(layout):
     with pytest.raises(UserError, match="not of the form NxG"):
-        Cluster.parse(layout)
-
-
-@pytest.mark.parametrize("layout", ["1000x1000", "999999x999999"])
-def test_a_cluster_too_large_to_plan_for(layout):
-    with pytest.raises(UserError, match=f"{layout} has .* at most {MAX_DEVICES:,}"):
         Cluster.parse(layout)

@@ -87,16 +87,6 @@ def test_the_shares_of_a_group_partition_the_ranks(weights, size, whole, form):
 EVERYONE = Layout.data_parallel(range(4))
 
 
-def test_by_model_wants_a_layout_for_each_model_and_no_other():
-    workload = make_workload()
-    with pytest.raises(UserError, match="a layout for each model of .*critic, not actor, reference, reward"):
-        Placement.by_model(workload, actor=EVERYONE, reference=EVERYONE, reward=EVERYONE)
-    with pytest.raises(UserError, match="a layout for each model of .*, not .*refrence"):
-        Placement.by_model(workload, **dict.fromkeys((*MODELS, "refrence"), EVERYONE))
-    placement = Placement.by_model(workload, **dict.fromkeys(MODELS, EVERYONE))
-    assert list(placement.layouts) == [call.name for call in workload.workflow.placed_calls]
-
-
 def test_a_compute_runs_once_for_every_distinct_list_of_ranks_that_reads_it():
     workload = make_workload()
     compute = workload.workflow.call("estimate_advantages")
@@ -104,11 +94,3 @@ def test_a_compute_runs_once_for_every_distinct_list_of_ranks_that_reads_it():
     assert Placement(same).sites(compute, workload.workflow) == ("actor_train",)
     apart = same | {"critic_train": Layout.data_parallel((2, 3))}
     assert Placement(apart).sites(compute, workload.workflow) == ("actor_train", "critic_train")
-
-
-@pytest.mark.parametrize(
-    ("field", "names"), [("own_first", "actor_train"), ("joint", "actor_train"), ("joint", ("actor_train", "b"))]
-)
-def test_a_text_is_no_set_of_names(field, names):
-    with pytest.raises(UserError, match=rf"{field} is a set of names, not the text 'actor_train'; write \('actor_"):
-        Placement({}, **{field: names})

@@ -250,58 +250,7 @@ def test_whitening_over_the_batch_turns_streaming_off_and_says_so(layout):
     assert all(run.mini_batch is None for run in runs if not run.call.endswith("_train"))
 
 
-# ---- joint sets with another call between them ---------------------------------------------------------------------
-
-
 # ---- what is refused -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "options", "words"),
-    [
-        ("separation", "1x4", {"generation_ranks": 0}, ["0 generation ranks of 4", "from 1 to 3"]),
-        ("separation", "1x4", {"generation_ranks": 4}, ["leave 0 to train", "from 1 to 3"]),
-        ("separation", "1x4", {"generation_ranks": -1}, ["-1 generation ranks", "from 1 to 3"]),
-        ("separation", "1x1", {}, ["0 generation ranks of 1", "start at least 2 ranks"]),
-        ("separation", "1x4", {"in_flight": 0}, ["in_flight 0 is less than 1", "raise it"]),
-        ("separation", "1x4", {"training_pp": 2, "zero": 2}, ["actor_train", "ZeRO 2 with pp 2", "use ZeRO 0 or 1"]),
-        (
-            "separation",
-            "1x4",
-            {"generation_tp": 2, "generation_ranks": 3},
-            ["actor_generate", "tp 2 is not the number of ranks, 3"],
-        ),
-        ("separation", "1x4", {"training_tp": 2}, ["actor_train", "tp 2 is more than the 1 key-value heads"]),
-        ("reallocation", "1x4", {"training_pp": 4}, ["actor_train", "pp 4 is more than the 2 layers"]),
-        (
-            "reallocation",
-            "1x4",
-            {"training_tp": 3},
-            ["actor_train", "tp 3 is not the number of ranks, 4"],
-        ),
-        ("reallocation", "1x4", {"tokens": 9, "micro_batch": 1}, ["micro_batch 1 and tokens 9", "give one of them"]),
-        ("heterogeneous", "1x4", {}, ["two device types", "(cpu)", "--cluster FILE"]),
-        (
-            "separation",
-            "1x4",
-            {"ratios": ("actor=1/5", "critic=4/5")},
-            ["1/5 of actor", "no rank of 2", "at least 1/2"],
-        ),
-        ("interleaving1", "1x1", {}, ["1/2 of reward rounds to no rank of 1", "start more ranks"]),
-        ("interleaving2", "1x4", {"ratios": ("reference=1/10", "reward=9/10")}, ["no rank of 4", "at least 1/4"]),
-        ("interleaving1", "1x4", {"ratios": ("reference=1/2",)}, ["reference sum to 1/2, not to 1"]),
-        ("interleaving1", "1x4", {"ratios": ("reference=1/2", "reward=3/4")}, ["sum to 5/4, not to 1"]),
-        ("interleaving2", "1x4", {"ratios": ("reference",)}, ["'reference'", "MODEL=SHARE", "critic=1/2"]),
-        ("interleaving2", "1x4", {"ratios": ("reference=half",)}, ["'half' of reference", "write 0.5 or 1/2"]),
-        ("interleaving2", "1x4", {"ratios": ("reference=",)}, ["'' of reference", "write 0.5 or 1/2"]),
-        ("interleaving1", "1x4", {"ratios": ("reference=0", "reward=1")}, ["ratio '0' of reference", "in (0, 1]"]),
-        ("separation", "1x4", {"ratios": ("refrence=1/2",)}, ["'refrence=1/2'", "the models are", "reference"]),
-    ],
-)
-def test_options_that_cannot_be(name, layout, options, words):
-    text = refused(program_of, name, layout, **options)
-    assert text.startswith(f"strategy {name}: ") and "raised" not in text
-    assert all(word in text for word in words), text
 
 
 def placed(workload: Workload, how: dict, **ranks) -> Program:

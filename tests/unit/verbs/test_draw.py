@@ -4,10 +4,7 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.command_line.arguments import parse
 from rlhf_spmd.command_line.fitting_strategies import compile_all
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.plan.cluster import Cluster
@@ -67,24 +64,6 @@ def test_strategies_get_the_options_that_they_have():
     programs = compile_all(["flattening", "separation"], workload, cluster, config.strategy)
     assert programs["separation"].placement.layouts["actor_train"].pp == 2
     assert {program.placement.layouts["actor_train"].zero for program in programs.values()} == {1}
-
-
-def test_names_may_stand_among_options():
-    parsed = parse(["draw", "flattening", "a=1", "--out", "x.png", "b=2", "dir/mine.py"])
-    assert parsed.strategies == ["flattening", "dir/mine.py"] and parsed.overrides == ["a=1", "b=2"]
-
-
-@pytest.mark.parametrize(
-    ("words", "strategies", "overrides"),
-    [
-        ("check lr=1/s.py strategy.zero=1", ["lr=1/s.py"], ["strategy.zero=1"]),
-        ("check flattening algorithm=own.py", ["flattening"], ["algorithm=own.py"]),
-        ("draw a=b.py flattening a=1 --out x.png", ["a=b.py", "flattening"], ["a=1"]),
-    ],
-)
-def test_a_path_of_a_strategy_may_have_an_equals_sign(words, strategies, overrides):
-    parsed = parse(words.split())
-    assert (parsed.strategies, parsed.overrides) == (strategies, overrides)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

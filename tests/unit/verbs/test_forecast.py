@@ -1,8 +1,6 @@
 """`python -m rlhf_spmd forecast`: one strategy in seconds and bytes, without torch and MPI, and what it refuses."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -14,7 +12,6 @@ from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.forecast import forecast
-from tests.unit.verbs.test_check import HEAVY
 from tests.unit.verbs.test_draw import MINE
 
 BIG = ["--layout", "1x8", "--preset", "llama-7b"]
@@ -69,17 +66,6 @@ def test_evaluations_have_seconds_of_their_own(tmp_path, capsys):
     without, with_evaluations, short = told
     assert without["evaluation_s"] is None and without["forecast_s"] == with_evaluations["forecast_s"]
     assert 0 < short["evaluation_s"] < with_evaluations["evaluation_s"] < with_evaluations["forecast_s"]
-
-
-def test_a_picture_without_torch_and_mpi(mine, tmp_path):
-    out = tmp_path / "mine.png"
-    command = ["forecast", mine, "--layout", "1x2", "--out", str(out), "rollout_batch=16", "mini_batch=16"]
-    code = f"import sys; from rlhf_spmd.__main__ import main; assert main({command!r}) == 0; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    *_, last, modules = done.stdout.splitlines()
-    assert {name.partition(".")[0] for name in modules.split()} & HEAVY <= {"matplotlib", "tokenizers"}
-    assert json.loads(last)["out"] == str(out) and out.read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_does_not_fit_is_forecast_and_said(capsys):

@@ -147,26 +147,3 @@ def test_files_that_are_cut_or_no_json(broken, stages, tmp_path):
         encoding="utf-8",
     )
     Tags(written(tmp_path, stages))
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["RUN", "--out", "page.png"], "give it the ending .html"),
-        (["RUN", "NOWHERE", "--out", "page.html"], "NOWHERE is not a folder"),
-        (["RUN", "EMPTY", "--out", "page.html"], "EMPTY is not a run folder: config.json does not exist"),
-        (["RUN", "BROKEN", "--out", "page.html"], "BROKEN is not a run folder: config.json is cut"),
-        (["RUN", "--out", "taken.html"], "pass --overwrite"),
-        (["RUN", "--out", "page.html", "iterations=3"], "unknown argument"),
-        (["--out", "page.html"], "required: RUN"),
-    ],
-)
-def test_bad_words(words, says, stages, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "EMPTY").mkdir()
-    (tmp_path / "BROKEN").mkdir()
-    (tmp_path / "BROKEN" / "config.json").write_text("{", encoding="utf-8")
-    (tmp_path / "taken.html").write_text("mine", encoding="utf-8")
-    assert main(["report", *(word.replace("RUN", "sft") if word == "RUN" else word for word in words)]) == 2
-    assert says in capsys.readouterr().err
-    assert (tmp_path / "taken.html").read_text(encoding="utf-8") == "mine" and not (tmp_path / "page.html").exists()

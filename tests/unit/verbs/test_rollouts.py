@@ -5,7 +5,6 @@ import json
 import pytest
 
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.verbs import rollouts
 
 SAMPLES = [("2+2", "4", 1.0, "4"), ("2+2", "five\n", 0.0, "4"), ("3+3", "6", None, "6"), ("3+3", "six", 0.5, "6")]
 ROWS = [
@@ -82,20 +81,3 @@ def test_parquet_parts(run, capsys):
 def test_bad_words(words, says, run, capsys):
     assert main(["rollouts", str(run), *words]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_a_folder_that_does_not_exist(tmp_path, capsys):
-    assert main(["rollouts", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere is not a folder; give the run folder that train printed" in capsys.readouterr().err
-
-
-def test_odd_names_and_numbers():
-    """A column may have any name, and a sum of numbers may be beyond the largest one."""
-    row = ROWS[0] | {"c\x1b[31m\n": 1, "text\u0007": "a", "b": True}
-    assert "\x1b" not in rollouts.text_of(row) and "c\\x1b[31m\\n 1" in rollouts.text_of(row)
-    assert rollouts.means([{"x": 1e308, "y": 1.0, "n": 10**400, "nan": float("nan")}] * 4) == {"y": 1.0}
-    assert rollouts.means([{"y": 1.0}, {"y": float("nan")}, {"y": 3.0}]) == {"y": 2.0}
-    for turns in ([3, 4], ["a model"], [], [{"user": "a"}]):
-        assert "n 1000" in rollouts.text_of({"turns": turns, "n": 10**400, "iteration": "first"})
-    for text, holds in (("b=true", True), ("b!=true", False)):
-        assert rollouts.condition(text, row)(row) == holds

@@ -73,27 +73,6 @@ def test_what_changes_the_mathematics_is_refused_by_name(key):
     from_peft(LEAST | {key: "none" if key == "bias" else None}, [])
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"peft_type": "LOHA"}, "peft_type is 'LOHA', and only LORA is supported"),
-        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which may have changed the base"),
-        ({"task_type": "SEQ_2_SEQ_LM"}, "task_type is 'SEQ_2_SEQ_LM', but must be CAUSAL_LM or SEQ_CLS"),
-        ({"r": 0}, "an adapter has r 0: ranks are"),
-        ({"rank_pattern": {"q_proj": 1.5}}, "has q_proj 1.5: ranks"),
-        ({"lora_alpha": 1e308}, "has lora_alpha 1e[+]?308: .* numbers of float32"),
-        ({"alpha_pattern": {"q_proj": 10**400}}, "has q_proj 10000"),
-        ({"alpha_pattern": {"(": 1}}, r"\(\(\)' is not a regular expression"),
-        ({"target_modules": "("}, "not a regular expression"),
-        ({"rank_pattern": [1]}, r"rank_pattern is \[1\], which peft does not write"),
-        ({"target_modules": [1]}, r"target_modules is \[1\], which peft"),
-    ],
-)
-def test_wrong_values(more, words):
-    with pytest.raises(UserError, match=words):
-        from_peft(LEAST | more, [Q.format(0)])
-
-
 def test_there_and_back():
     """Nothing of it is lost, not even the order of patterns."""
     config = AdapterConfig(

@@ -1,7 +1,6 @@
 """Merging adapters: peft's logits, every family, what bfloat16 loses, and the sum of a base's bits."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -99,37 +98,6 @@ def test_what_rounding_to_bfloat16_loses_is_told(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["lost"] == 0
     assert f"was made for {base}, whose files have other weights than {tmp_path / 'other'}; the result is right" in err
-
-
-def test_mistakes(tmp_path, capsys):
-    base = write_model(tmp_path / "base")
-    config, factors, saved = make_adapter(tmp_path / "adapter", base)
-    shutil.copytree(tmp_path / "adapter", tmp_path / "reward")
-    write_adapter(tmp_path / "reward", AdapterConfig(3, targets=config.targets, task_type="SEQ_CLS"), factors, saved)
-    small = write_model(tmp_path / "small", hidden_size=16, head_dim=4)
-    for words, told in (
-        (["adapter", "base", "--merge"], "base is a folder that is read; give another one"),
-        (
-            ["adapter", "out", "--merge", "--base", "small"],
-            "small: it has model.layers.0.mlp.down_proj.weight",
-        ),
-        (["reward", "out", "--merge"], "reward holds an adapter for a base that it does not name; give the folder of"),
-        (["reward", "out", "--merge", "--base", "base"], "has no tensor score.weight, so it is not a reward model"),
-        (["base", "out", "--merge"], "base holds a whole model, and --merge is for an adapter: give the folder of"),
-        (["adapter", "out", "--base", "base"], "--base is the base of an adapter; add --merge"),
-        (["adapter", "out"], "MERGED --merge --base BASE"),
-    ):
-        words = [str(tmp_path / word) if word.isalpha() else word for word in words]
-        assert main(["convert", *words]) == 2
-        error = capsys.readouterr().err
-        notes = 1 + error.count("note: ")  # of another base
-        assert error.count("\n") == notes and told in error, error
-    assert not (tmp_path / "out").exists() and small
-    in_half = {name: weight.half() for name, weight in load_file(base / "model.safetensors").items()}
-    save_file(in_half, base / "model.safetensors")
-    write_adapter(tmp_path / "adapter", config, {path: (a * 1e8, b) for path, (a, b) in factors.items()}, saved)
-    with pytest.raises(UserError, match=r"proj.weight has numbers that are not finite in torch.float16; give a"):
-        merge(tmp_path / "adapter", tmp_path / "out")
 
 
 @pytest.mark.parametrize("tie", [True, False])

@@ -143,16 +143,3 @@ def test_stored_embeddings_are_refused(tmp_path):
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(UserError, match="it changes model.embed_tokens.weight, which a run can't adapt; merge it"):
         load_any(str(folder), head="lm", dtype=torch.float32)
-
-
-def test_what_does_not_fit_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"does not fit its base: it is of a critic or reward model \(SEQ_CLS\)"):
-        load_any(str(ADAPTERS / "peft-0.21-reward"), head="lm", dtype=torch.float32)
-    other = write_model(tmp_path, hidden_size=64)
-    model = hf.load_model(other, head="lm").with_adapters(
-        adapters_in(str(ADAPTERS / "peft-0.17-last-names"), str(BASE))[0]
-    )
-    with pytest.raises(UserError, match="does not fit its base: it has .* give the base that it was made for"):
-        take_adapter(model, ADAPTERS / "peft-0.17-last-names")
-    with pytest.raises(UserError, match="so it is not a reward model"):  # its own scores are missing, too
-        load_any(str(ADAPTERS / "peft-0.17-last-names"), head="scalar", dtype=torch.float32)

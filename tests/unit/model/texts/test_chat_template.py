@@ -84,16 +84,6 @@ def test_tools_arguments_and_messages_reach_it_as_in_transformers(folder, tmp_pa
     assert made.remarks({}) == ()
 
 
-def test_what_is_given_in_vain_is_told(folder, tmp_path):
-    made = template(folder, tmp_path, ALL)
-    made.render("here", CHAT, chat_template_kwargs={"enable_thinkin": False})
-    with pytest.raises(UserError, match=r"data.chat_template_kwargs has 'enable_thinkin', .* not read \(it reads enab"):
-        made.remarks({"enable_thinkin": False})
-    made = template(folder, tmp_path, TEMPLATE)
-    made.render("here", CHAT, tools=[{"name": "f"}], chat_template_kwargs={"a": 1})
-    assert made.remarks({}) == ("the chat template does not read 'tools'", "the chat template does not read 'a'")
-
-
 def test_reserved_names_are_those_of_transformers():
     from transformers import PreTrainedTokenizerBase
     from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template

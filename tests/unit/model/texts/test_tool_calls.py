@@ -39,12 +39,6 @@ def test_a_template_without_calls_is_refused(name, folder):
         format_of(joins_of(folder, name)[0])
 
 
-def test_an_unknown_format_is_refused(folder):
-    joins = joins_of(folder, "gemma")[0]
-    with pytest.raises(UserError, match="'xml' is not a format of tool calls; known: hermes, mistral"):
-        format_of(joins, "xml")
-
-
 @pytest.mark.parametrize(
     ("form", "text", "wanted"),
     [

@@ -124,25 +124,6 @@ def test_one_conversation_is_tried_for_each_kind_of_message(folder, monkeypatch)
     assert len(rendered) == 2
 
 
-def test_a_row_like_an_earlier_one_may_lose_what_that_one_does_not_have(folder, tmp_path):
-    (tmp_path / "names.jinja").write_text(OWN["first call"].replace(".function ", ".function.name "), encoding="utf-8")
-    call = lambda arguments: {"tool_calls": [CALL | {"function": {"name": "f", "arguments": arguments}}]}  # noqa: E731
-    thought, no_arguments = "<think>\na\n</think>\n\n", told("assistant", **call({}))
-    for template, first, second in (
-        (
-            HERE / "qwen3_kept.jinja",
-            ANSWER | {"content": f"{thought}b"},
-            told("assistant") | {"content": f"{thought}b{thought}c"},
-        ),
-        (HERE / "qwen3_kept.jinja", ANSWER | {"content": f"{thought}b"}, ANSWER | {"content": f"Well {thought}b"}),
-        (tmp_path / "names.jinja", no_arguments, told("assistant", **call({"id": 5}))),
-    ):
-        made = ChatTemplate(folder, str(template), started=STARTED)
-        made.check("here", [ASK, first], 1)
-        with pytest.raises(UserError, match="does not write"):
-            made.check("here", [ASK, second], 1)
-
-
 def test_numbers_of_calls_are_no_words_and_tools_that_are_not_written_are_told(folder, tmp_path):
     asked = [ASK, told("assistant", tool_calls=[CALL | {"index": 0}])]
     tools = [{"type": "function", "function": {"name": "fcall"}}]

@@ -147,15 +147,6 @@ def test_no_plan_gets_slower_because_iterations_may_be_a_chain(layout):
         assert plan.forecast.makespan_s == pytest.approx(plan.call_level_s, rel=0.05)
 
 
-def test_what_cannot_be_drawn_ahead_is_said_before_any_search():
-    workload, cluster = llama("llama-7b", "1x8", "ppo.importance_weights=token", "ppo.old_logprobs=recompute")
-    with pytest.raises(UserError, match="ahead: actor_train corrects differences from the generator"):
-        search(workload, cluster, A100, ahead=1)
-    workload, cluster = llama("llama-7b", "1x1")
-    with pytest.raises(UserError, match="cannot be divided among the calls"):
-        search(workload, cluster, A100, ahead=1)
-
-
 def test_no_clock_decides(monkeypatch):
     """Where hours pass between two looks at the clock, the search is as complete and its plans are the same."""
     workload, cluster = llama("llama-7b", "1x3")

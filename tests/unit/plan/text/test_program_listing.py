@@ -2,42 +2,13 @@
 
 from dataclasses import replace
 
-import pytest
-
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.plan.text.program_listing import chain_note, show_program, table
+from rlhf_spmd.plan.text.program_listing import chain_note, show_program
 from tests.chains import moved, weights_of
 from tests.programs import make_workload
-
-ROWS = [
-    ("ranks", "weights", "KV cache", "sequences per rank"),
-    ("0-15", "49.7 GiB", "8.0 GiB", "32"),
-    ("16", "-", "12.0 GiB", "128"),
-]
-WIDE = """\
-  ranks  weights   KV cache  sequences per rank
-  -----  --------  --------  ------------------
-  0-15   49.7 GiB  8.0 GiB   32
-  16     -         12.0 GiB  128"""
-PARTS = """\
-  ranks  weights   KV cache
-  -----  --------  --------
-  0-15   49.7 GiB  8.0 GiB
-  16     -         12.0 GiB
-
-  ranks  sequences per rank
-  -----  ------------------
-  0-15   32
-  16     128"""
-
-
-@pytest.mark.parametrize(("columns", "text"), [(None, WIDE), (49, WIDE), (37, PARTS)])
-def test_a_table_is_not_wider_than_the_terminal(columns, text):
-    assert table(ROWS, columns) == text
-    assert columns is None or max(map(len, text.split("\n"))) <= columns
 
 
 def chained(layout: str, *, may_chain: bool = True, **options) -> Program:

@@ -87,23 +87,3 @@ def test_another_number_of_ranks_is_refused(tmp_path):
     with pytest.raises(UserError, match="for 4 ranks, and this cluster has 8; start as many, or plan again"):
         strategy.compile(WORKLOAD, Cluster.parse("1x8"), {})
     assert strategy.place(WORKLOAD, Cluster.parse("2x2")) == one_layout(Layout.grid_of(range(4)))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        (range(64), "cluster.ranks"),
-        (range(32), "cluster.ranks[:32]"),
-        (range(32, 64), "cluster.ranks[32:]"),
-        (range(8, 16), "cluster.ranks[8:16]"),
-        ((*range(8, 16), 3, 5, *range(40, 48)), "(*range(8, 16), 3, 5, *range(40, 48))"),
-        ((9,), "cluster.ranks[9:10]"),
-    ],
-)
-def test_ranks_are_short(ranks, text, tmp_path):
-    cluster = Cluster.parse("8x8")
-    placement = one_layout(Layout.grid_of(ranks))
-    source = strategy_source(placement, WORKLOAD, cluster, "A plan.")
-    assert f"everywhere = Layout.grid_of({text})" in source
-    assert loaded(source, tmp_path).place(WORKLOAD, cluster) == placement
-    assert_tidy(tmp_path / "plan.py")

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 import threading
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.checkpoint import checkpoint_files, saving
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import newest
 from rlhf_spmd.runtime.checkpoint.saving import Saver
-from rlhf_spmd.runtime.failure.signals import CHECKPOINT, END, Asked
 from tests.runs import OneRank
 
 TEXTS = {"config.json": "{}", "strategy.py": ""}
@@ -71,17 +69,3 @@ def test_a_full_disk_is_told_by_the_next_check(saver, monkeypatch):
         saver.check()
     monkeypatch.undo()
     assert newest(saver.root).iteration == 4
-
-
-def test_signals_are_told_once():
-    asked, before = Asked(), {number: signal.getsignal(number) for number in (CHECKPOINT, END)}
-    assert asked.take() == []
-    try:
-        for number in (CHECKPOINT, END):
-            asked.listen(number)
-        for number in (END, CHECKPOINT, END):
-            os.kill(os.getpid(), number)
-        assert asked.take() == ["SIGTERM", "SIGUSR1"] and asked.take() == []
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

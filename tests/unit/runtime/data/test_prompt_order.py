@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.config import presets
-from rlhf_spmd.config.options import prompt_files
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
 from rlhf_spmd.runtime.data.prompts import load_prompts
@@ -136,18 +134,3 @@ def test_what_is_wrong_names_its_file(tmp_path):
     only = write(tmp_path / "d.txt", "a b c d")
     with pytest.raises(UserError, match="d.txt has no row to learn from: 1 are too long"):
         load_prompts([good, only], Words(), max_prompt_tokens=3, long_prompts="drop")
-
-
-def test_options(tmp_path, monkeypatch):
-    assert prompt_files(presets.load("tiny", ["data.prompts=a.jsonl, b.txt,"])) == ["a.jsonl", "b.txt"]
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "a,b.txt", "a")
-    assert prompt_files(presets.load("tiny", ["data.prompts=a,b.txt"])) == ["a,b.txt"]
-    for words, said in (
-        (["data.weights=1,2"], "give one weight for each file of prompts"),
-        (["data.prompts=a.txt,b.txt", "data.weights=1,0"], "data.weights=1,0: .*greater than 0"),
-        (["data.prompts=a.txt,b.txt", "data.weights=1,inf"], "data.weights=1,inf: .*finite"),
-        (["data.shuffle=maybe"], "data.shuffle=maybe"),
-    ):
-        with pytest.raises(UserError, match=said):
-            presets.load("tiny", words)

@@ -129,22 +129,6 @@ def test_conversations_are_rendered_without_the_last_answer_and_further_columns_
     assert load(write(tmp_path, "q.jsonl", b'{"prompt": "a"}\n')).columns is None
 
 
-def test_parquet_refusals(tmp_path):
-    import pyarrow
-    from pyarrow import parquet
-
-    path = tmp_path / "p.parquet"
-    parquet.write_table(pyarrow.table({"prompt": ["a", None]}), path)
-    assert "row 2" in refusal(path) and "null" in refusal(path)
-    assert "'prompt'" in refusal(path, key="question")
-    parquet.write_table(pyarrow.table({"prompt": [[1], [2]]}), path)
-    assert "row 1" in refusal(path) and "message 1 of 'prompt' is a number" in refusal(path)
-    parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
-    assert "is empty" in refusal(path)
-    path.write_bytes(b"PAR1 but no more")
-    assert "not a readable .parquet file" in refusal(path)
-
-
 # ---- long prompts
 
 
@@ -211,11 +195,6 @@ def test_the_order_is_not_that_of_the_mini_batches():
     assert prompt_set(64, seed=3).batch(0, 64) != epoch_order(3, 0, 0, 64, 8).ravel().tolist()
 
 
-def test_a_late_iteration_is_found_quickly():
-    prompts = prompt_set(1000)
-    assert len(set(prompts.batch(10**9 + 7, 64))) == 64
-
-
 def test_pad():
     padded = pad([[1, 2], [3], []])
     assert padded.tolist() == [[1, 2], [3, -1], [-1, -1]] and str(padded.dtype) == "torch.int64"
@@ -223,6 +202,3 @@ def test_pad():
     assert pad([]).shape == (0, 0) and pad([], width=4).shape == (0, 4)
     with pytest.raises(AssertionError):
         pad([[1, 2]], width=1)
-
-
-# ---- rows in one array

@@ -6,12 +6,10 @@ import random
 
 import pytest
 
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
-from rlhf_spmd.model.texts.turns import answer_of, tool_call
 from rlhf_spmd.runtime.data.prompts import load_prompts
 from tests.templates import ALL_SPECIAL, ENDS, HERE, STARTED, joins_of, write_bytes_tokenizer
-from tests.unit.model.texts.test_turns import NUMBER, TOOLS, WITH_TOOLS, conversation, said_by
+from tests.unit.model.texts.test_turns import TOOLS, WITH_TOOLS, conversation, said_by
 
 LEARN = {"columns": {"responses": "completion"}, "marks": "own", "turns": "all"}
 
@@ -57,28 +55,3 @@ def test_what_is_learned_is_what_an_episode_draws(name, folder, tmp_path):
         assert not tokenizer.decode(whole[len(prompt) + len(tokens) :]).strip()
     only_last = load(folder, tmp_path, name, rows[:1], turns="last")
     assert len(only_last.responses["responses"].row(0)) < len(episodes[0][1])
-
-
-@pytest.mark.parametrize(
-    ("name", "said", "tools"), [("qwen3_dropped", "<think>\nso\n</think>\n\nyes", None), ("mistral", "yes", TOOLS)]
-)
-def test_a_template_that_changes_earlier_turns_is_refused_by_the_row(name, said, tools, folder, tmp_path):
-    """Qwen3's drops thinking, Mistral's moves the tools to the last message of the user."""
-    turn, ask = {"role": "assistant", "content": said}, {"role": "user", "content": "go on"}
-    row = {"messages": [ask | {"content": "go"}, turn, ask, turn], **({"tools": tools} if tools else {})}
-    with pytest.raises(UserError, match=r"rows.jsonl, line 1: the chat template does not only add .*data.turns=last"):
-        load(folder, tmp_path, name, [row])
-    assert len(load(folder, tmp_path, name, [row], turns="last")) == 1
-
-
-def test_a_call_that_the_template_does_not_take_is_refused_by_the_row(folder, tmp_path):
-    """Mistral's asks for ids of nine letters or digits."""
-    ask, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    for number in (NUMBER, "short"):
-        calls = {"role": "assistant", "tool_calls": [tool_call("add", {}, number)]}
-        row = {"messages": [ask, calls, answer_of("tool", "3", "add", number), said], "tools": TOOLS}
-        if number == NUMBER:
-            assert len(load(folder, tmp_path, "mistral", [row])) == 1
-            continue
-        with pytest.raises(UserError, match=r"rows.jsonl, line 1: the chat template does not take .* length 9"):
-            load(folder, tmp_path, "mistral", [row])

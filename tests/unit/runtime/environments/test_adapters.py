@@ -7,8 +7,8 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import tool_schema
-from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
-from rlhf_spmd.runtime.environments.native import Opening, Start, Step, number
+from rlhf_spmd.runtime.environments.adapters import load_environments
+from rlhf_spmd.runtime.environments.native import Opening, Start, Step
 from tests import environments
 
 FILES = Path(environments.__file__).parent
@@ -156,15 +156,6 @@ def test_names_of_parameters_and_columns_are_the_users_own(tmp_path):
     assert episode.object.given == (1, 2, 3, {"name": 4, "args": 5, "sample_seed": 6})
 
 
-def test_a_column_names_one_of_several():
-    several = load_environments(f"{FILES}/functions.py:SEVERAL", ["environment", "rounds"])
-    assert [*chosen(several, {"environment": "total"}).tools] == ["count"]
-    with pytest.raises(UserError, match=r"'environment' says 'totl', which .* rounds, total \(did you mean 'total'"):
-        chosen(several, {"environment": "totl"})
-    with pytest.raises(UserError, match="has several environments, and the data set has no column 'environment'"):
-        load_environments(f"{FILES}/functions.py:SEVERAL", ["rounds"])
-
-
 REFUSED = {
     "no_such.py:A": "no_such.py does not exist",
     "functions.py": "write it as module:Name or file.py:Name",
@@ -250,18 +241,3 @@ def test_what_a_tool_raises_or_returns_is_a_text(source, back, is_async, tmp_pat
     (tmp_path / "e.py").write_text(text if is_async else text.replace("async def", "def"), encoding="utf-8")
     answer = asyncio.run(only(f"{tmp_path}/e.py:sound").make().call("sound", {"what": ""}))
     assert answer == Step(back, has_failed=back.startswith("error"))
-
-
-def test_an_object_without_a_text_is_no_answer(tmp_path):
-    (tmp_path / "e.py").write_text(TOOL.format("return (x for x in 'ab')"), encoding="utf-8")
-    with pytest.raises(UserError, match=r"the tool sound gave .* \(generator\): return a text"):
-        asyncio.run(only(f"{tmp_path}/e.py:sound").make().call("sound", {"what": ""}))
-
-
-def test_rewards_of_numpy_and_torch_are_numbers():
-    import numpy as np
-    import torch
-
-    assert number(torch.tensor([0.5])) == number(np.float32(0.5)) == 0.5
-    with pytest.raises(ValueError, match="size 1"):
-        number(np.array([1.0, 2.0]))

@@ -151,14 +151,6 @@ def test_an_environment_of_trl_opens_the_prompt_and_gives_the_reward(world):
     assert reasons == ["completed"] * 2 and rewards == [[0.0, 0.0, 0.5]] * 2
 
 
-def test_text_that_no_tokenizer_takes_is_replaced(world):
-    """Halves of surrogate pairs, in what the model writes and in what a tool answers; and names without an end."""
-    call = CALL.format("shout", r'{"text": "a\ud800"}') + CALL.format(r"\udc80", "{}") + CALL.format("x" * 9999, "{}")
-    episodes = world("functions.py:TOOLS", rows_of(1))
-    (ids,), reasons, _ = play(episodes, scripted(call, "ok"))
-    assert "<tool_response>\nA?\n</tool_response>" in text_of(episodes, ids) and reasons == ["completed"]
-
-
 def test_an_environment_with_steps_answers_as_the_user(world):
     episodes = world("of_skyrl.py:TurnsEnv", rows_of(1, reward_spec={"ground_truth": "4"}))
     (ids,), reasons, rewards = play(episodes, scripted("3", "4"), is_cut=True)
@@ -199,13 +191,6 @@ def test_several_environments_in_one_call(world):
     dropped = {name: count for name, count in episodes.counts().items() if "dropped" in name}
     of_each = {"dropped_episodes/rounds": (1, 1), "dropped_episodes/total": (0, 1)}
     assert dropped == {"dropped_episodes": (1, 2), **of_each}
-
-
-def test_a_prompt_that_is_text_is_refused_where_turns_need_a_template(world):
-    with pytest.raises(
-        UserError, match="p.jsonl, line 3: the prompt is text, and turns are joined by the chat template"
-    ):
-        world("functions.py:add", [Row(0, 0, 0, {}, "Go.", None, "p.jsonl, line 3")]).openings()
 
 
 # ---- again ----------------------------------------------------------------------------------------------------------
@@ -376,13 +361,6 @@ def test_the_end_of_a_worker_is_seen_although_its_child_keeps_the_connection(wor
     (ids,), *_ = play(episodes, scripted(CALL.format("look", '{"word": "w0"}'), "done"))
     assert "<tool_response>\nw0\n</tool_response>" in text_of(episodes, ids) and episodes.states[0].num_lost == 1
     assert episodes.states[0].seconds[0] < 20
-
-
-def test_a_result_of_another_form_names_its_row_and_its_environment(world, tmp_path):
-    text = "class E:\n    def reset(self): ...\n    def step(self, text): return 3\n"
-    (tmp_path / "e.py").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=r"prompt 0, sample 0, turn 1: environment '.*e.py:E': step\(\) gave '3' .int"):
-        play(world(f"{tmp_path}/e.py:E", rows_of(1)), scripted("a"))
 
 
 def test_a_group_is_dropped_wherever_its_environment_breaks(world):

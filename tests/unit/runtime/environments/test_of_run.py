@@ -2,11 +2,7 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -15,11 +11,9 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
 from rlhf_spmd.runtime.environments.episodes import Limits
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments, row_of
-from rlhf_spmd.runtime.failure.processes import below
-from tests.run_mpi import environment_alone
 from tests.size_rules import REPOSITORY as ROOT
 from tests.templates import ENDS, HERE, STARTED, write_bytes_tokenizer
-from tests.unit.runtime.environments.test_episodes import ASK, CALL, FILES, SLEEPY, play, scripted
+from tests.unit.runtime.environments.test_episodes import ASK, CALL, FILES, play, scripted
 
 SEARCH = CALL.format("search", '{"query": "Bern"}')
 
@@ -118,43 +112,3 @@ def test_what_the_documents_show_runs(folder, tmp_path, monkeypatch):
             assert (0 < sum(rewards) <= 0.05) == ("guess" in spec)
         finally:
             run.close()
-
-
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from tests.unit.runtime.environments.test_of_run import *
-from tests.unit.runtime.environments.test_episodes import by_ids
-run = of_run(Path(sys.argv[1]), sys.argv[2], ["prompt"])
-episodes = run.episodes([row_of(n // 2, n % 2, n // 2, {"prompt": ASK}, "text", "prompt") for n in range(4)], 1)
-found = play(episodes, by_ids)
-run.close()
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_in_calls_goes_on_with_the_same_bits(folder, tmp_path):
-    """SIGKILL at three places; no worker is left, and all calls are made again."""
-    (tmp_path / "e.py").write_text(SLEEPY.replace("random.random() * 0.01", "0.2"), encoding="utf-8")
-    alone, log = environment_alone() | {"PYTHONPATH": str(ROOT)}, tmp_path / "e.py.log"
-
-    def start() -> subprocess.Popen:
-        log.write_bytes(b"")
-        command = [sys.executable, "-c", PROGRAM, str(folder), f"{tmp_path}/e.py:Sleepy"]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", env=alone, cwd=ROOT)
-
-    def made() -> tuple[list, int]:
-        with start() as process:
-            return json.loads(process.communicate(timeout=120)[0]), log.read_bytes().count(b"\n")
-
-    expected = made()
-    for calls in (1, 4, 7):
-        with start() as process:
-            while log.read_bytes().count(b"\n") < calls:
-                assert process.poll() is None
-                time.sleep(0.01)
-            children = below(process.pid)
-            process.send_signal(signal.SIGKILL)
-        assert made() == expected
-        assert children and not any(Path(f"/proc/{child}").exists() for child in children)

@@ -143,11 +143,6 @@ def test_what_is_no_answer_is_said_of_its_worker(text, pools, tmp_path):
     assert "sent another message than an answer" in answered(pool, call(pool, 0, "spoil", text=text))[0]["lost"]
 
 
-def test_a_large_answer_takes_time_by_its_length_only(pools):
-    pool = pools("functions.py:TOOLS")
-    assert said(pool, call(pool, 0, "shout", text="x" * 2**24)) == ["X" * 2**24]
-
-
 @pytest.mark.parametrize(
     ("source", "says"),
     [

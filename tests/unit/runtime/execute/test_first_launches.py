@@ -94,17 +94,6 @@ def _embedding(model: Transformer) -> torch.Tensor:
     return next(parameter for name, parameter in model.named_parameters() if "embed" in name)
 
 
-@pytest.mark.parametrize(("family", "index", "tp"), [("llama", 1, 2), ("llama", 0, 4), ("qwen2", 2, 3)])
-def test_a_layer_has_the_sizes_of_a_slice(family, index, tp):
-    sizes = {"vocab_size": 63, "hidden_size": 32, "intermediate_size": 49, "num_heads": 8, "num_kv_heads": 4}
-    config = ModelConfig(family, **sizes, num_layers=3, head_dim=8, attention_bias=family == "qwen2")
-    parallel = Parallel(Shard(1, 2, index, tp), SimpleNamespace(size=lambda: tp))
-    part = Transformer(config, head="lm", device="meta", parallel=parallel)
-    part.take({name: torch.zeros(one.shape) for name, one in part.named_parameters()})
-    expected = {name: one.shape for name, one in next(iter(part.layers.values())).named_parameters()}
-    assert {name: one.shape for name, one in one_layer_of_each_kind(part).layers["0"].named_parameters()} == expected
-
-
 def test_an_uneven_slice_that_is_no_model_of_its_family_has_the_heads_of_the_whole():
     config = ModelConfig("llama", 63, 32, 49, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4)
     parallel = Parallel(Shard(0, 1, 2, 3), SimpleNamespace(size=lambda: 3))  # three heads

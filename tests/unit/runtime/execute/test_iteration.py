@@ -1,7 +1,6 @@
 """An iteration's data on a rank: which rows it holds, where they lie, random numbers, the hash of all tokens."""
 
 import hashlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,17 +9,12 @@ import torch
 from rlhf_spmd.config import presets
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.program.instructions import Program, Run, Wait, merged
-from rlhf_spmd.runtime.data.packed_rows import TextRows, TokenRows
-from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.execute import iteration
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
-from rlhf_spmd.runtime.records.run_folder import RunFolder
-from rlhf_spmd.runtime.run import run_text
-from rlhf_spmd.runtime.run.prepare import Prepared
-from rlhf_spmd.strategies import flattening, interleaving1, separation
+from rlhf_spmd.strategies import flattening
 from tests.programs import make_workload, place_calls
-from tests.runs import OneRank, compiled
+from tests.runs import compiled
 
 HOLE = {"actor_generate": (0,), "reference_infer": (1, 2, 3), "reward_infer": (2,)}
 
@@ -110,21 +104,3 @@ def test_the_hash_is_that_of_hashes_in_order():
     ordered = [[9, 9, 9], [], [5, 6], [2**31 - 1]]  # prompts 1, 1, 3, 70,000; samples 0, 1, 0, 2
     whole = b"".join(hashlib.sha256(np.array(tokens, dtype="<i4").tobytes()).digest() for tokens in ordered)
     assert tokens_sha256([rows[2:], rows[:0], rows[:2]]) == hashlib.sha256(whole).hexdigest()
-
-
-@pytest.mark.parametrize(
-    ("place", "words", "says"),
-    [
-        (separation.place, ["mini_batch=16"], "has nothing to overlap, because an iteration is one mini-batch"),
-        (separation.place, ["mini_batch=8"], None),
-        (separation.place, ["mini_batch=8", "ppo.whiten=batch"], "is off, because estimate_advantages needs all rows"),
-        (interleaving1.place, ["mini_batch=16"], None),
-    ],
-)
-def test_the_heading_says_when_streaming_has_nothing_to_overlap(place, words, says, tmp_path):
-    config = presets.load("tiny", ["rollout_batch=16", *words])
-    prompts = PromptSet(TokenRows.of([[1]]), TextRows.of(["a"]))
-    about = {"world": OneRank(), "scorer": None}
-    job = SimpleNamespace(config=config, program=compiled(config, 4, place), prompts=prompts, **about)
-    said = run_text.facts(Prepared(job, None, {}, ()), RunFolder(tmp_path)).get("streaming")
-    assert said is None if says is None else says in said

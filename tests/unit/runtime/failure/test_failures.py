@@ -2,13 +2,11 @@
 
 import errno
 import os
-import threading
 
 import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.failure import failures
-from rlhf_spmd.runtime.failure.failures import explain
 
 
 @pytest.mark.parametrize(
@@ -35,15 +33,3 @@ def test_the_position_reads_as_a_sentence(where, says):
 def test_the_advice_fits_the_cause(error, says):
     told = failures.explain(error)
     assert says in told and ("elsewhere" in told) == ("elsewhere" in says)
-
-
-def test_a_thread_that_cannot_start_is_no_bug_of_the_program():
-    """A full memory or a limit of the job; here a stack that no machine can give."""
-    before = threading.stack_size(2**46)
-    try:
-        with pytest.raises(RuntimeError) as error:
-            threading.Thread(target=print).start()
-    finally:
-        threading.stack_size(before)
-    text = explain(error.value)
-    assert "ran out of memory, or may not start another thread" in text and "pids.max" in text

@@ -7,7 +7,6 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.failure import launcher
-from rlhf_spmd.runtime.failure.launcher import Launched
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
 
@@ -42,28 +41,6 @@ def test_everybody_alone_is_refused_by_the_first(environment):
 
 
 LEFT = {"OMPI_COMM_WORLD_LOCAL_RANK": "2", "SLURM_LOCALID": "3", "MPI_LOCALRANKID": "1"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "place"),
-    [
-        ({"PMI_SIZE": "", "PMI_RANK": ""}, Launched()),
-        ({"PMI_SIZE": " 4 ", "PMI_RANK": "1"}, Launched("PMI_SIZE", 4, 1, None)),
-        ({"PMI_SIZE": "x", "PMI_RANK": "0", **LEFT}, Launched()),
-        ({"PMI_SIZE": "9" * 5000, "PMI_RANK": "0"}, Launched()),
-        ({"PMI_SIZE": "\uff12", "PMI_RANK": "0"}, Launched()),  # a digit, but not of ASCII
-        ({"PMI_SIZE": "2", "PMI_RANK": "2"}, Launched()),
-        ({"PMI_SIZE": "", "PMI_RANK": "0", **SRUN}, Launched("SLURM_STEP_NUM_TASKS", 8, 0, None, True)),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "", "SLURM_LOCALID": "0"}, Launched("SLURM_STEP_NUM_TASKS", 8, 0, 0, True)),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "", "SLURM_STEP_ID": ""}, Launched()),
-        ({**SRUN, "PMI_SIZE": "8", "PMI_RANK": "0"}, Launched("SLURM_STEP_NUM_TASKS", 8, 0, None, True)),  # by PMI 2
-        ({**SRUN, "PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, Launched("PMI_SIZE", 2, 1, 1)),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": ""}, Launched()),
-        (LEFT, Launched()),
-    ],
-)
-def test_what_is_left_of_a_launcher_is_no_place(environment, place):
-    assert launcher.launched(environment) == place
 
 
 def test_one_of_many_reports_what_all_find(monkeypatch):

@@ -11,8 +11,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages import user_module
-from rlhf_spmd.pages.strategy import load_strategy
-from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function
+from rlhf_spmd.runtime.rewards.function import RewardFunction
 from rlhf_spmd.runtime.rewards.styles import bind
 from tests.run_mpi import environment_alone
 
@@ -74,18 +73,3 @@ def test_whatever_a_function_raises_is_one_message(kind, monkeypatch):
                 function(["p", "q"], ["a", "b"])
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("kind", ["GeneratorExit", "Mine"])
-def test_the_same_of_files_and_place(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    path = tmp_path / "mine.py"
-    source = "class Mine(BaseException): pass\ndef place(workload, cluster): raise {0}('no')\n"
-    path.write_text(source.format(kind), encoding="utf-8")
-    with pytest.raises(UserError, match=rf"strategy mine: place\(\) raised {kind}: no .*mine.py, line 2"):
-        load_strategy(str(path)).placement(None, None, {})
-    path.write_text(source.format(kind) + f"raise {kind}('no')\n", encoding="utf-8")
-    with pytest.raises(UserError, match=f"importing {path} raised {kind}: no"):
-        load_reward_function(f"{path}:place")
-    with pytest.raises(UserError, match=f"cannot be imported: {kind}: no"):
-        load_strategy(str(path))

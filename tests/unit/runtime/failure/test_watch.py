@@ -1,6 +1,5 @@
 """The thread that detects hangs survives failures around it, and does not take a thread that spins for work."""
 
-import mmap
 import os
 import sys
 import threading
@@ -8,15 +7,13 @@ import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-import torch
 
-from rlhf_spmd.runtime.failure.processes import LIBC, PR_SET_NAME, SPINNING, process_fields
+from rlhf_spmd.runtime.failure.processes import LIBC, PR_SET_NAME, process_fields
 from rlhf_spmd.runtime.failure.records import Record
 from rlhf_spmd.runtime.failure.watch import Watch
-from rlhf_spmd.runtime.world.devices import VisibleDevice, choose_devices, set_defaults
+from rlhf_spmd.runtime.world.devices import VisibleDevice, choose_devices
 
 
 class Alone:
@@ -121,29 +118,3 @@ def seen_work(name: bytes, used_s: float) -> tuple[bool, bool]:
     with used_by_a_thread(name, used_s):
         is_at_work = watch._update() < 50.0
         return is_at_work, process_fields(os.getpid())[1] - before_s > used_s / 2
-
-
-@pytest.mark.parametrize(
-    ("library", "name"),
-    [
-        ("nvidia/nccl/lib/libnccl.so.2", b"NCCL Progress%2d"),
-        ("torch/lib/libtorch_cuda.so", b"pt_nccl_watchdg"),
-        ("torch/lib/libtorch_cuda.so", b"pt_nccl_heartbt"),
-    ],
-)
-def test_threads_that_spin_have_the_names_of_their_libraries(library, name):
-    assert name.startswith(SPINNING)
-    path = Path(torch.__file__).parents[1] / library
-    if not path.exists():
-        pytest.skip("a torch for CUDA brings this library")
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        assert content.find(name) >= 0
-        if b"%" in name:
-            assert content.find(b"NCCL_SET_THREAD_NAME") >= 0
-
-
-def test_nccl_names_its_threads():
-    """It names none unless told to; then they bear this process's name, and a rank that waits looks busy."""
-    environ: dict[str, str] = {}
-    set_defaults(environ)
-    assert environ["NCCL_SET_THREAD_NAME"] == "1"

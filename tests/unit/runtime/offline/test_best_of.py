@@ -9,7 +9,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.offline.best_of import Judge, best_lines
-from rlhf_spmd.runtime.offline.options import check_options, load_options
+from rlhf_spmd.runtime.offline.options import load_options
 from rlhf_spmd.runtime.offline.prompts import Prompt
 from tests.folders import WORDS, write_model
 
@@ -81,8 +81,3 @@ def test_a_reward_function_gets_columns(folders, tmp_path):
     prompts = [Prompt(0, "ba", [3], Sampling(4), columns) for columns in ({}, {"answer": "y"})]
     found = judge(folders, f"{tmp_path / 'f.py'}:f", prompts).scores(prompts, LINES, [[6], [7]])
     assert found == [0.0, 1.0]
-
-
-def test_one_sample_leaves_nothing_to_choose():
-    with pytest.raises(UserError, match="chooses among the samples of a prompt; give samples_per_prompt=8"):
-        check_options(load_options(["best_of=a.py:f"]))

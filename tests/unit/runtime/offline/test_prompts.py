@@ -54,28 +54,6 @@ def test_a_prompts_own_sampling(tmp_path, tokenizer):
     assert sampling_of(options.OfflineGeneration(), {"stop": "a,b"}).stop == ("a,b",)
 
 
-BAD = {
-    "temperature": ({"temperature": -1}, "line 2: temperature=-1"),
-    "text": ({"temperature": "1"}, 'line 2: temperature="1" is not a number'),
-    "bool": ({"top_k": True}, "line 2: top_k=true is not a number"),
-    "list": ({"top_p": [1]}, r"line 2: top_p=\[1\] is not a number"),
-    "fraction": ({"max_new_tokens": 2.5}, "line 2: max_new_tokens=2.5"),
-    "none": ({"max_new_tokens": 0}, "line 2: max_new_tokens=0"),
-    "top_p": ({"top_p": 0}, "line 2: top_p=0"),
-    "least": ({"min_new_tokens": 9}, "line 2: min_new_tokens=9, max_new_tokens=8"),
-    "stop": ({"stop": [1]}, "line 2: stop="),
-    "empty stop": ({"stop": ["a", ""]}, "line 2: stop="),
-    "too many": ({"max_new_tokens": 31}, "line 2: the prompt has 2 tokens and may get 31 new ones, .* context of 32"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_values_are_refused(name, tmp_path, tokenizer):
-    own, message = BAD[name]
-    with pytest.raises(UserError, match=r"p\.jsonl, " + message):
-        prompts_of(tmp_path, [{"prompt": "ba"}, {"prompt": "be bi"} | own], tokenizer)
-
-
 def test_room_for_a_prompt(tmp_path, tokenizer):
     """As long as the context leaves; what happens beyond that, or beyond data.max_prompt, long_prompts says."""
     just, over = {"prompt": "ba " * (CONTEXT - 8)}, {"prompt": "be " * (CONTEXT - 7)}

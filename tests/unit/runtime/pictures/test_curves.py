@@ -4,7 +4,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from rlhf_spmd.runtime.pictures import curves
-from rlhf_spmd.runtime.pictures.curves import Series, finite_points
+from rlhf_spmd.runtime.pictures.curves import Series
 from rlhf_spmd.runtime.pictures.palette import run_colours
 from tests.unit.verbs.test_report import Tags
 
@@ -47,20 +47,3 @@ def test_lines_and_dots_lie_on_the_same_axes(line, dots, monkeypatch):
         figure, _ = drawn(monkeypatch, [Series("run", "#123456", line, dots)])
         shown = [list(map(tuple, curve.get_xydata())) for curve in figure.axes[0].lines]
         assert shown == [line, dots] and figure.axes[0].lines[1].get_marker() == "o"
-
-
-def test_runs_of_the_same_values_are_both_seen(monkeypatch):
-    line = [(1, 0.0), (2, 1.0)]
-    figure, _ = drawn(monkeypatch, [Series("a", "#123456", line), Series("b", "#654321", line)])
-    widths = [curve.get_linewidth() for curve in figure.axes[0].lines[::2]]
-    assert widths[0] > 2 * widths[1]
-
-
-def test_points_that_are_no_numbers_are_left_out():
-    pairs = [(0, 1), (1, None), (2, "x"), (3, float("inf")), (None, 3), (4, 2.5), (5, float("nan")), (6, 1e308)]
-    assert finite_points(pairs) == [(0, 1), (4, 2.5)]
-
-
-def test_a_long_curve_is_thinned(monkeypatch):
-    _, text = drawn(monkeypatch, [Series("run", "#123456", [(i, i % 7) for i in range(100_000)])])
-    assert len(text) < 1e6

@@ -5,7 +5,6 @@ from itertools import combinations
 import pytest
 
 from rlhf_spmd.runtime.pictures import palette
-from tests.programs import make_workload
 
 
 def apart(one: str, other: str) -> float:
@@ -32,19 +31,5 @@ def test_shades_of_a_model_differ_and_so_does_what_is_no_call():
     assert palette.WAITING.hatch and not any(style.hatch for style in styles[1:])
 
 
-def test_calls_of_one_model_and_kind_look_alike():
-    workflow = make_workload(old_logprobs="recompute").workflow
-    styles = palette.styles_of(workflow)
-    assert [style.label for style in styles.values()][:3] == ["actor generate", "actor infer", "actor train"]
-    assert len(set(styles.values())) == len(workflow.calls)
-
-
 def test_each_run_has_its_colour():
     assert len(set(palette.run_colours(40))) == 40 and palette.run_colours(2) == list(palette.RUNS[:2])
-
-
-def test_a_call_has_the_same_look_by_its_name_alone():
-    styles = palette.styles_of(make_workload().workflow)
-    calls = {name: style for name, style in styles.items() if style.colour != palette.NEUTRAL}
-    assert palette.styles_of_names(calls) == calls
-    assert palette.styles_of_names(["actor_generate_greedy"])["actor_generate_greedy"].label == "actor generate"

@@ -1,10 +1,8 @@
 """Timelines: the picture shows what the spans say."""
 
-import re
-
 from rlhf_spmd.runtime.pictures import picture
 from rlhf_spmd.runtime.pictures.palette import styles_of
-from rlhf_spmd.runtime.pictures.picture import Picture, svg_of
+from rlhf_spmd.runtime.pictures.picture import Picture
 from rlhf_spmd.runtime.pictures.timeline import LANE_INCH, LEFT, RIGHT, Panel, add_stack, write_png
 from tests.programs import make_workload
 from tests.unit.runtime.world.test_trace import record, two_ranks
@@ -91,29 +89,6 @@ def test_picture_of_the_last_iteration(tmp_path, monkeypatch):
     assert "iteration 2: 1 s, ranks busy 100%" in texts and "actor train" not in texts
 
 
-def test_picture_of_nothing_of_no_iteration_and_of_many_ranks(tmp_path, monkeypatch):
-    from matplotlib import image
-
-    write_png(tmp_path / "a.png", [], title="nothing", workflow=WORKFLOW)
-    write_png(tmp_path / "b.png", [record(0)], title="nothing", workflow=WORKFLOW)
-    texts = drawn_texts(monkeypatch, tmp_path / "c.png", [record(0, ("loading", "compute", 0, 1, None))], title="t")
-    assert "seconds" in texts and "loading" in texts
-    many = [record(rank, ("actor_generate", "compute", 0, 1, 0), host=f"n{rank // 8}") for rank in range(64)]
-    texts = drawn_texts(monkeypatch, tmp_path / "d.png", many, title="t")
-    assert len({text for text in texts if re.fullmatch(r"rank \d+", text)}) == 32
-    height, width, _ = image.imread(tmp_path / "d.png").shape
-    assert width == 1275 and height < 1800
-    texts = drawn_texts(monkeypatch, tmp_path / "e.png", many, title="t", most_lanes=16)
-    assert "ranks 0-63" in texts and "rank 1" not in texts
-
-
-def test_ranks_share_a_lane_only_where_they_do_the_same(tmp_path, monkeypatch):
-    calls = ("actor_generate", "actor_generate", "actor_generate", "reward_infer")
-    some = [record(rank, (name, "compute", 0, 1 + (rank == 2), 0)) for rank, name in enumerate(calls)]
-    texts = drawn_texts(monkeypatch, tmp_path / "a.png", some, title="t", most_lanes=1)
-    assert {"ranks 0-1", "rank 2", "rank 3"} < set(texts) and "rank 0" not in texts
-
-
 def test_a_stack_has_one_axis(tmp_path):
     one = [record(0, ("actor_generate", "compute", 0, 1, 4), ("x", "wait", 1, 2, 4))]
     other = [record(0, ("actor_generate", "compute", 0, 3, 9), ("critic_train", "compute", 3, 4, 9))]
@@ -126,13 +101,6 @@ def test_a_stack_has_one_axis(tmp_path):
     assert [last - first for first, last in limits] == [4.0] * 3
     words = [text.get_text() for text in figure.texts]
     assert "iteration 5: 2 s, ranks busy 50%, a note" in words and "iteration 10: 4 s, ranks busy 100%" in words
-
-
-def test_spans_of_a_pixel_are_drawn_as_one():
-    spans = [("actor_generate", "compute", step / 1e4, step / 1e4 + 9e-5, 0) for step in range(10_000)]
-    stack = Picture()
-    add_stack(stack, [Panel("run", [record(0, *spans)])], styles=styles_of(WORKFLOW))
-    assert len(svg_of(stack.draw(), "run")) < 20_000
 
 
 def test_idle_waiting_training_and_other_work_look_different(tmp_path):
@@ -156,11 +124,3 @@ def test_idle_waiting_training_and_other_work_look_different(tmp_path):
     assert len({generate, idle, train}) == 3 and len(waiting) > 3  # hatched
     assert (1.0, 1.0, 1.0) in waiting and not waiting & {generate, idle, train}
     assert sum(train) < sum(generate) < sum(idle)
-
-
-def test_a_narrow_box_has_two_lines_where_they_fit(tmp_path, monkeypatch):
-    spans = [("actor_generate", "compute", 0.0, 1.2, 0), ("actor_train", "compute", 1.2, 10.0, 0)]
-    few, many = ([record(rank, *spans) for rank in range(num)] for num in (2, 30))
-    texts = [drawn_texts(monkeypatch, tmp_path / "t.png", records, title="t") for records in (few, many)]
-    assert "actor\ngenerate" in texts[0] and "actor train" in texts[0] and "actor" not in texts[0]
-    assert "actor\ngenerate" not in texts[1] and "actor train" in texts[1]

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
-from rlhf_spmd.machines.calibration_file import calibration_for, load_calibration
+from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Machine
@@ -116,32 +116,6 @@ def test_a_calibration_from_elsewhere_is_scaled(world, monkeypatch):
         assert 0.1 < getattr(found.scale, kind) < 20
     ratio = found.calibration.devices["cpu"].layer_s / SHIPPED.devices["cpu"].layer_s
     assert ratio == pytest.approx(found.scale.inference)
-
-
-@pytest.mark.parametrize(
-    ("trained_s", "change", "says"),
-    [
-        (0.5, {}, "too short"),
-        (8.0, {"devices": {"cpu": replace(SHIPPED.devices["cpu"], measured=())}}, "no tables"),
-        (8.0, {"machine": None, "devices": {"cpu": SHIPPED.devices["cpu"]}}, "a probe"),
-        (8.0, {"machine": None, "devices": {"cpu": replace(SHIPPED.devices["cpu"], measured=())}}, ""),
-    ],
-)
-def test_why_a_calibration_is_not_scaled(world, monkeypatch, trained_s, change, says):
-    """Constants alone, of no one machine, hold for every CPU as they are."""
-    monkeypatch.setattr(calibration_probe, "measure_pieces", lambda *_, **__: (None, 0.5))
-    given = replace(SHIPPED, **change)
-    found = at_hand(world, TINY, demo(), given, trained_s)
-    assert says in found.why_not and bool(says) == bool(found.why_not)
-    assert found.scale is None and found.calibration is given
-
-
-def test_devices_that_these_ranks_do_not_compute_on(world):
-    for types in (("a100-80g",), ("a100-80g", "h100-80g")):
-        cluster = Cluster(tuple(Node(1, one) for one in types))
-        program = load_strategy("flattening").compile(make_workload(TINY), cluster, {})
-        found = at_hand(world, TINY, program, calibration_for(None, cluster, required=True), trained_s=8.0)
-        assert found.why_not and found.scale is None
 
 
 def refuse(*_, **__):

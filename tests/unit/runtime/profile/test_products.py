@@ -69,12 +69,6 @@ def test_a_choice_that_can_not_be_kept_is_noted(measured, monkeypatch):
     assert "the next start measures again" in choose(OneRank(), Options("auto"), [BIG])[1]
 
 
-def test_kernels_that_were_not_compiled_are_noted(measured, monkeypatch):
-    monkeypatch.setattr(cpu, "is_missing", lambda: True)
-    assert "computed by onednn" in choose(OneRank(), Options("auto"), [BIG])[1]
-    assert not choose(OneRank(), Options("linear"), [BIG])[1] and not choose(OneRank(), Options("auto"), [SMALL])[1]
-
-
 @pytest.mark.parametrize(("times", "native_s", "backward"), [(2, 0.5, "native"), (4, 1.5, "linear")])
 def test_measuring(monkeypatch, times, native_s, backward):
     """By a clock that counts the bytes of the weights that each call reads, on few of them, and backward products."""
@@ -166,9 +160,3 @@ def test_packing_needs_memory(monkeypatch):
     }
     for choice in (None, Choice("linear")):
         assert limit_packing(OneRank(), Options("auto"), choice, 10**9) == ""
-
-
-@pytest.mark.parametrize("values", [3, {}, asdict(HERE) | {"library": "blas"}, asdict(HERE) | {"plain_s": "x"}])
-def test_a_file_without_a_choice(values):
-    with pytest.raises(UserError, match=r"program.json names no matmul library .*; restore the file"):
-        choice_of(values, "program.json")

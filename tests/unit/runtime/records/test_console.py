@@ -19,7 +19,6 @@ PAGES = sorted(
     for path in Path(presets.__file__).parents[1].joinpath("algorithms").glob("*.py")
     if "\ndef workflow(" in path.read_text(encoding="utf-8")
 )
-TIMEOUT = ["reward_function=tests.x:f", "reward_workers=2", "reward_timeout_s=3"]
 MORE = {  # options with which a page has all of its columns
     "grpo": ["grpo.kl_coef=0.1", "grpo.drop_equal_groups=true", "grpo.oversampling=2"],
     "rloo": ["rloo.kl_coef=0.1"],
@@ -34,11 +33,6 @@ def result(**changes):
         "parity_max_abs": 1e-6, "iteration_s": 0.5, "forecast_s": 0.4, "scaled_by": 1.2, "run_dir": "runs/a",
     }  # fmt: skip
     return Result(**values | changes)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def test_console_of_rank_0(tmp_path):
@@ -105,18 +99,6 @@ def test_no_line_of_the_table_is_longer_than_80_columns(page, monkeypatch):
         assert shown and "left" in heading and "7654321/7654321" in lines[-1]
 
 
-def test_columns_come_from_the_page_and_its_options():
-    def columns(*options: str) -> list[str]:
-        config = presets.load("model", list(options), algorithm="grpo")
-        workflow = config.algorithm.workflow(config.options)
-        return columns_of(metrics_of(config.algorithm, workflow), config, workflow)
-
-    always = ["reward", "response_length", "policy_loss", "clip_fraction_high", "entropy", "equal_groups"]
-    assert [*always, "gen_tokens_per_s", "iteration_s"] == columns()
-    assert "kl" in columns("grpo.kl_coef=0.1") and "reward_timeouts" in columns(*TIMEOUT)
-    assert "trained_groups" in columns("grpo.oversampling=2", "grpo.drop_equal_groups=true")
-
-
 def test_the_time_that_is_left(monkeypatch):
     clock = iter([100.0, 110.0, 130.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
@@ -129,13 +111,3 @@ def test_the_time_that_is_left(monkeypatch):
         ["67", "min"],
         ["1.7", "h"],
     ]
-
-
-def test_other_ranks_are_silent(capsys, tmp_path):
-    console = Console(METRICS, enabled=False)
-    console.heading("t", {})
-    console.iteration(1, 2, {"reward": 1.0})
-    console.note("n")
-    console.samples(SAMPLES)
-    console.closing(result(), RunFolder(tmp_path))
-    assert capsys.readouterr() == ("", "")

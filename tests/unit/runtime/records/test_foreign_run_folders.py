@@ -13,12 +13,9 @@ from rlhf_spmd.__main__ import main
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import resolved
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.machines.calibration_file import read_calibration
-from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.runtime.checkpoint.resume import read_run
 from rlhf_spmd.runtime.failure.records import Record
 from rlhf_spmd.runtime.records.run_folder import RunFolder
-from tests.folders import write_model
 from tests.run_mpi import environment_alone
 
 READING = ("status", "postmortem", "rollouts", "report")
@@ -174,14 +171,6 @@ FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "
 FILES += ("rollouts/iteration-000000/part-0000.jsonl", "checkpoints/iteration-000001/manifest.json")
 
 
-@pytest.mark.parametrize("folder", ["a\0b", "\ud800"])
-def test_what_is_no_path_and_names_that_no_file_holds(folder, run, capsys):
-    (run / "config.json").write_text(json.dumps({"models": {"actor": folder}}), encoding="utf-8")
-    (run / "metrics.jsonl").write_text(json.dumps(LINES | {"half \ud800": 1.0}) + "\n", encoding="utf-8")
-    assert main(words("report", run)) == 0
-    assert "half \\ud800" in (run.parent / "page.html").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("kind", SPOILED)
 def test_no_shape_is_a_traceback(kind, run, capsys):
     for name in FILES:
@@ -307,33 +296,3 @@ def test_what_is_no_file_or_too_large_is_named(kind, run, capsys):
         path.rmdir() if kind == "folder" else path.unlink()
         if before is not None:
             path.write_bytes(before)
-
-
-def test_a_pipe_for_the_inputs_of_a_run_is_refused(tmp_path, capsys):
-    pipe, model = tmp_path / "prompts.jsonl", write_model(tmp_path / "model")
-    os.mkfifo(pipe)
-    own = tmp_path / "own.py"
-    os.mkfifo(own)
-    (model / "tokenizer_config.json").unlink()
-    os.mkfifo(model / "tokenizer_config.json")
-    for words in (
-        [f"eval.prompts={pipe}"],
-        ["--model", str(model), f"models.reward={model}"],
-        ["--cluster", str(pipe)],
-        ["--config", str(pipe)],
-        ["--algorithm", str(own)],
-    ):
-        assert main(["check", "flattening", *words]) == 2
-        assert "is a pipe" in capsys.readouterr().err
-    with pytest.raises(UserError, match="is a pipe"):
-        ChatTemplate(model, str(own), started="")
-    with pytest.raises(UserError, match="is a pipe"):
-        read_calibration(str(own))
-
-
-def test_a_long_path_of_a_run_is_kept_whole(run):
-    record, path = Record.create(), f"/{'a' * 250}/{'b' * 250}/{'c' * 250}\udcff"  # also a name that is no UTF-8
-    record.describe(folder=path)
-    assert Record.parse(bytes(record)).run == path
-    with pytest.raises(UserError, match="the path of the run folder has 4,096 bytes or more"):
-        record.describe(folder="/" + "x/" * 3000)

@@ -115,13 +115,6 @@ def test_files_that_do_not_load(tmp_path, source, words):
     refusal(lambda: load_reward_function(f"{path}:reward"), f"'{path}:reward'", *words)
 
 
-def test_a_file_can_be_loaded_after_it_was_mended(tmp_path):
-    path = write(tmp_path, "raise ValueError\n")
-    refusal(lambda: load_reward_function(f"{path}:reward"), "ValueError (")
-    path = write(tmp_path, "def reward(responses): return [1.0] * len(responses)\n")
-    assert load_reward_function(f"{path}:reward")(PROMPTS, RESPONSES) == [1.0] * 3
-
-
 # ---- calling
 
 
@@ -186,12 +179,6 @@ def test_the_line_is_the_users_even_if_a_library_raised(tmp_path):
     )
     reward = load_reward_function(f"{path}:reward")
     refusal(lambda: reward(PROMPTS, ["1", "{", "2"]), "JSONDecodeError", "mine.py, line 3: return")
-
-
-def test_a_function_cannot_change_the_callers_lists():
-    reward = bound(lambda prompts, responses: [len(prompts.pop() + responses.pop())] * 3)
-    prompts = list(PROMPTS)
-    assert reward(prompts, RESPONSES) == [4.0] * 3 and prompts == PROMPTS
 
 
 # ---- ready-made

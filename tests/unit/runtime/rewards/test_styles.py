@@ -133,12 +133,6 @@ def test_a_function_of_everything_gets_every_word_and_every_column():
     assert seen("**kwargs") == seen("prompts", "responses", "completion_ids", *columns)
 
 
-def test_a_name_that_is_both_is_the_programs_word():
-    rows = Scored(["p"], ["r"], [[1]], [{"responses": "column", "completion_ids": "column", "queries": "column"}])
-    found = seen("responses", "**kwargs", rows=rows)
-    assert (found["responses"], found["completion_ids"], found["queries"]) == (["r"], [[1]], ["column"])
-
-
 def test_answers_of_verl_and_openrlhf_that_only_some_rows_have():
     truths = [{"reward_model": {"ground_truth": "a"}}, {"reward_model": {"style": "rule"}, "ground_truth": "b"}, {}]
     rows = Scored(["p"] * 3, ["a", "b", "c"], columns=truths)
@@ -320,14 +314,3 @@ def test_an_error_names_the_rows_of_its_call():
 
     with pytest.raises(UserError, match=r"ZeroDivisionError.* on a batch of 3 responses"):
         scores(broken)
-
-
-class Broken:
-    def __call__(self, responses):
-        return [int("x" + one) for one in responses]
-
-
-def test_an_error_names_the_line_of_partials_and_objects():
-    for function in (Broken(), functools.partial(Broken()), functools.partial(Broken.__call__, Broken())):
-        with pytest.raises(UserError, match=r"ValueError.*test_styles.py, line \d+: return \[int"):
-            scores(function)

@@ -79,42 +79,12 @@ def test_what_the_template_does_with_an_answer_may_be_anything(tmp_path):
     assert decode(cut) == "Be b|Wher|A:Yes, to Vienna"
 
 
-def appends_the_end(values: dict) -> None:
-    part = {"SpecialToken": {"id": "<|end|>", "type_id": 0}}
-    values["post_processor"]["single"].append(part)
-    values["post_processor"]["special_tokens"]["<|end|>"] = {"id": "<|end|>", "ids": [2], "tokens": ["<|end|>"]}
-
-
-@pytest.mark.parametrize(
-    ("files", "ends", "end"),
-    [
-        ({}, (0, 2), [2]),  # its tokenizer's
-        ({}, (0,), [2]),
-        ({}, (), [2]),
-        ({"config": {"eos_token": None}}, (0,), [0]),  # that of config.json
-        ({"config": {"eos_token": None}}, (), []),
-        ({"config": {"eos_token": "<|pad|>"}, "names": {"eos_token": "<|end|>"}}, (), [2]),
-        ({"change": appends_the_end}, (2,), [2]),  # once
-    ],
-)
-def test_whose_end_it_is(files, ends, end, tmp_path):
-    texts = texts_of(copy(tmp_path / "m", REWARD, **files), ends)
-    ids = texts_of(copy(tmp_path / "plain", REWARD)).tokenizer.encode(PROMPT + RESPONSE)
-    assert texts.tokens(PROMPT, RESPONSE, ended=True, columns={}) == [*ids, *end]
-    assert texts.tokens(PROMPT, RESPONSE, ended=False, columns={}) == ids
-
-
 def test_conversations_that_its_template_refuses_are_told_at_the_start(tmp_path):
     strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
     texts = texts_of(copy(tmp_path / "m", REWARD, config={"chat_template": strict}))
     texts.try_on([{"prompt": "text"}, {}, {"prompt": ASKED[1:]}])
     with pytest.raises(UserError, match="m: the chat template does not take this conversation: no system"):
         texts.try_on([{"prompt": ASKED[1:]}, {"messages": ASKED}])
-
-
-def test_tokens_that_the_model_does_not_have(chat):
-    with pytest.raises(UserError, match="the tokenizer of the reward has token 1025, but the model has 1024 tokens"):
-        texts_of(chat, size=1024).try_on([{"prompt": ASKED}])
 
 
 def test_a_template_in_a_file_of_its_own_counts(tmp_path):

@@ -30,14 +30,6 @@ def test_an_explosion_is_told_once():
     assert "ratio is 3, not in 0.5 to 2" in text
 
 
-def test_a_run_that_goes_on_knows_what_was_before():
-    """Rows as metrics.jsonl has them."""
-    history = [{"iteration": number, "kl": 0.3, "value_loss": None, "tokens_sha256": "x"} for number in range(4)]
-    (text,) = Alarm(METRICS, history).notes({"kl": 9.0})
-    assert "was at most 0.3 before" in text
-    assert Alarm(METRICS).notes({"kl": 9.0}) == []
-
-
 def test_the_first_iterations_only_teach():
     alarm = Alarm(METRICS)
     assert alarm.notes({"actor_grad_norm": 0.1}) == []

@@ -148,13 +148,6 @@ def test_files_that_are_missing_or_broken_are_named(folder, tmp_path):
         RunOf(config_of(folder, words))
 
 
-def test_a_run_whose_rows_changed_is_refused(folder, tmp_path):
-    write(config_of(folder), tmp_path)
-    changed = config_of(folder, "data.precompute=true", f"data.prompts={folder / 'others.jsonl'}")
-    with pytest.raises(UserError, match=f"others.jsonl changed since {tmp_path} was started; restore the file"):
-        RunOf(dataclasses.replace(changed, run_folder=str(tmp_path)))
-
-
 def test_an_algorithm_without_a_frozen_model_is_refused(folder):
     config = presets.load("tiny", ["data.precompute=true", "eval.prompts="], algorithm="sft")
     with pytest.raises(UserError, match="this algorithm has no such model; drop the option"):
@@ -163,8 +156,3 @@ def test_an_algorithm_without_a_frozen_model_is_refused(folder):
         precompute_program(compiled(presets.load("tiny")), num_rows=8)  # PPO's reference reads generated responses
     with pytest.raises(UserError, match="this algorithm has no such model"):
         make_workload(presets.load("tiny", ["data.precompute=true"], algorithm="sft"))  # which evaluates
-
-
-def test_one_run_computes_or_reads(folder):
-    with pytest.raises(UserError, match="drop one of them"):
-        make_workload(config_of(folder, "data.precompute=true", "data.precomputed_logprobs=a"))

@@ -1,7 +1,6 @@
 """What a checkpoint records of a run's inputs and surroundings."""
 
 import json
-import os
 import shutil
 from types import SimpleNamespace
 
@@ -90,20 +89,3 @@ def test_other_named_templates_of_the_settings_stay(tmp_path):
     write_texts(folder, read_config(base), Texts(base, chat_template="given"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template == {"default": "given", "rag": "rag"}
-
-
-def test_other_surroundings_are_told():
-    job = SimpleNamespace(program=SimpleNamespace(fingerprint="abc"), world=OneRank())
-    now = recorded.surroundings(job)
-    assert recorded.changed(now, dict(now)) == "" and recorded.changed(now, {}) == ""
-    text = recorded.changed(now, now | {"torch": "2.11"})
-    assert f"torch {now['torch']} instead of 2.11" in text and text.endswith("may differ by rounding")
-
-
-def test_what_a_run_was_made_with():
-    gpu = SimpleNamespace(index=0, num_devices=8, name="NVIDIA H100")
-    world = SimpleNamespace(size=4, num_nodes=2, computes=gpu)
-    found = recorded._made_with(SimpleNamespace(world=world))
-    assert found["hardware"] == "8 x NVIDIA H100 on 2 nodes" and found["ranks"] == 4 and "torch" in found["software"]
-    world.computes, world.num_nodes = SimpleNamespace(index=None), 1
-    assert recorded._made_with(SimpleNamespace(world=world))["hardware"].endswith(f", {os.cpu_count()} cores")

@@ -82,12 +82,6 @@ def test_text_that_a_reward_model_of_another_tokenizer_has_no_embedding_of(folde
     assert "the tokenizer of the reward has token 60, but the model has 40 tokens" in text
 
 
-def test_a_reward_that_is_only_a_function_has_no_vocabulary(folder, tmp_path):
-    (tmp_path / "r.py").write_text("def f(prompts, responses):\n    return [0.0] * len(prompts)\n", encoding="utf-8")
-    config = config_of(folder, f"reward_function={tmp_path}/r.py:f", actor="large", reward="other small reward")
-    assert shared_vocabulary(config, load_tokenizer(config.main_folder)).count == 63
-
-
 def test_the_same_tokenizer_in_other_words(folder, tmp_path):
     """Another version of tokenizers writes another file; what counts is which token has which id."""
     write_model(tmp_path)

@@ -13,7 +13,7 @@ from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.runtime.generation import kv_cache
 from rlhf_spmd.runtime.world import devices
-from rlhf_spmd.runtime.world.devices import RankDevice, VisibleDevice, check_program, choose_devices, describe_device
+from rlhf_spmd.runtime.world.devices import RankDevice, VisibleDevice, check_program, choose_devices
 from rlhf_spmd.runtime.world.groups import HEARTBEAT, make_groups
 from tests.programs import make_workload
 
@@ -142,15 +142,6 @@ def test_the_cache_gets_what_is_left_to_the_ranks_on_the_same_device(monkeypatch
     assert kv_cache.free_bytes(device, bound[3].num_ranks) == 70_000
     shared = choose_devices("shared", seen(*[["device"]] * 4), "", (0,) * 4, ("one",) * 4)
     assert kv_cache.free_bytes(device, shared[3].num_ranks) == 70_000 / 4
-
-
-def test_the_heading_says_where_ranks_compute(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    h100 = ("NVIDIA H100 80GB HBM3", 85 * 10**9)
-    assert describe_device(RankDevice("cpu", None, 8, 1), 8) == "CPU, 2 threads for each rank, gloo"
-    assert describe_device(RankDevice("cuda", 0, 1, 8, *h100), 8) == "8 x NVIDIA H100 80GB HBM3, nccl"
-    shared = "1 x NVIDIA H100 80GB HBM3, shared by 4 ranks, whose messages go through host memory (gloo)"
-    assert describe_device(RankDevice("shared", 0, 4, 1, *h100), 4) == shared
 
 
 def test_deepspeed_needs_a_device_of_its_own():

@@ -2,7 +2,7 @@
 
 import torch
 
-from rlhf_spmd.runtime.world.scratch import Scratch, scratch
+from rlhf_spmd.runtime.world.scratch import Scratch
 
 CPU = torch.device("cpu")
 
@@ -64,16 +64,3 @@ def test_a_larger_cache_has_its_own_and_the_buffer_is_freed_for_the_next():
     memory.take(50, is_cache=True)
     memory.release()  # what was wanted before does not count
     assert memory.idle_bytes == 100
-
-
-def test_a_view_alone_does_not_keep_the_buffer():
-    memory = Scratch(CPU, lasts=True)
-    view = memory.take(8, is_cache=False).view(torch.float32)
-    assert memory.idle_bytes == 8 and len(view) == 2
-
-
-def test_a_cpu_has_no_buffer_but_zeros():
-    first = scratch(CPU).take(16, is_cache=False)
-    first.fill_(1)
-    del first
-    assert scratch(CPU).idle_bytes == 0 and not scratch(CPU).take(16, is_cache=True).any()

@@ -201,16 +201,6 @@ def test_a_chrome_trace_is_read_back(tmp_path):
     assert read_chrome(tmp_path / "t.json") == [{**records[0], "spans": shifted}, records[1]]
 
 
-def test_chrome_trace_of_nothing_and_of_touching_spans(tmp_path):
-    path = tmp_path / "timeline.json"
-    write_chrome(path, [])
-    assert check_chrome(json.loads(path.read_text(encoding="utf-8"))) == {}
-    times = [index * 0.1 for index in range(11)]  # their sums are not exact
-    spans = [("actor_train", "compute", a, b, 0) for a, b in zip(times, times[1:], strict=False)]
-    write_chrome(path, [record(0, *spans), record(1)])
-    assert set(check_chrome(json.loads(path.read_text(encoding="utf-8")))) == {(0, 1)}
-
-
 # ---- busy share
 
 
