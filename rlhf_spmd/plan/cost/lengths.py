@@ -90,11 +90,17 @@ class LengthDistribution:
 
 @dataclass(frozen=True)
 class Decoding:
-    """The decode steps of some rows. steps: expected until the last row has ended; phases: how many steps have how many
-    active rows, of which the expected tokens are the sum of products."""
+    """The decode steps of some rows.
+
+    steps: expected until the last row has ended.
+    phases: how many steps have how many active rows, of which the expected tokens are the sum of products.
+    begins, ends: steps after which rows begin in the places of others, or end.
+    """
 
     steps: float
     phases: tuple[tuple[float, float], ...]
+    begins: float = 0.0
+    ends: float = 0.0
 
     @property
     def tokens(self) -> float:
@@ -182,10 +188,13 @@ def decode(lengths: LengthDistribution, num_rows: int, places: int, num_shards: 
     if not places:
         return Decoding(0.0, ())
     survival, step = lengths.survival, lengths.step
-    started = places * _starts(survival, num_rows / places)
+    starts, begins, cells = _starts(survival, num_rows / places, places, step)
+    started = places * starts
     active = np.convolve(started, survival)[len(survival) - 1 :]  # A(0), A(1) ...
     others = np.minimum.accumulate(np.maximum(active - survival, 0.0))
     number, active = float(others[0]), survival + others
+    later = cells + 1 + np.arange(len(active))
+    ends = begins + float(_hit(-np.diff(active, append=0.0) / places, _cut(survival, later), places, step).sum())
     ended = 1.0 - survival
     if number > 0:
         ended = ended * (1.0 - _any_of(others / number, number))
@@ -198,7 +207,7 @@ def decode(lengths: LengthDistribution, num_rows: int, places: int, num_shards: 
     for some, chance in zip(np.split(active, cuts), np.split(1.0 - ended**num_shards, cuts), strict=True):
         if steps := step * float(chance.sum()):
             phases.append((steps, step * float(some.sum()) / steps))
-    return Decoding(sum(steps for steps, _ in phases), tuple(phases))
+    return Decoding(sum(steps for steps, _ in phases), tuple(phases), begins, ends)
 
 
 def slowest(
@@ -217,21 +226,6 @@ def slowest(
     if pp > 1:
         most += (pp - 1) * lengths.surplus(max(1, num_rows // num_passes), num_passes)
     return 1.0 + most / (mean * num_rows * (1 + (pp - 1) / num_passes))
-
-
-def meetings(lengths: LengthDistribution, num_rows: int, places: int) -> tuple[float, float]:
-    """Returns how often rows end, and how often others then begin. Rows that began together and are cut at the limit
-    end together; all others end and begin alone."""
-    together, left = float(min(num_rows, places)), float(num_rows)
-    ends, begins, cut = left, left - together, float(lengths.survival[-1])
-    first = True
-    while together > 1 and left > 0:
-        now = min(together, left)
-        left, together = left - now, now * cut
-        ends -= max(0.0, together - 1)
-        begins -= 0.0 if first else now - 1
-        first = False
-    return ends, begins
 
 
 def mean_of_cut_lognormal(mu: float, sigma: float, limit: float) -> float:
@@ -271,18 +265,42 @@ def _later(ended: np.ndarray, deviation: float, num_shards: int) -> float:
     return float(width * (alone**num_shards - one**num_shards).sum())
 
 
-def _starts(survival: np.ndarray, rows: float) -> np.ndarray:
+def _starts(survival: np.ndarray, rows: float, places: int, step: float) -> tuple[np.ndarray, float, int]:
     """Returns the rows that one place starts in each cell, up to that in which it has started so many in all, and in as
-    many cells as a row can last. Once starts have settled at 1 / mean a cell, cells are skipped."""
+    many cells as a row can last; in how many steps after the first some of all places start one; and that cell. Once
+    starts have settled at 1 / mean a cell, cells are skipped."""
     mass, size = -np.diff(survival, append=0.0)[::-1], len(survival)  # f of the longest ... f(1)
     settled = 1.0 / float(survival.sum())
-    starts, at, done = np.zeros(2 * size), size, 1.0
+    starts, at, done, cells, hit = np.zeros(2 * size), size, 1.0, 0, 0.0
     starts[size - 1] = done
     while rows - done > SMALL * rows:
         if at == 2 * size:
             starts[:size], at = starts[size:], size
             if abs(starts[:size] - settled).max() < SETTLED * settled:
-                done += max(0, int((rows - done) / settled) - 1) * settled
+                skipped = max(0, int((rows - done) / settled) - 1)
+                done, cells = done + skipped * settled, cells + skipped
+                hit += skipped * float(_hit(np.array([settled]), 0.0, places, step)[0])
         starts[at] = min(float(mass @ starts[at - size : at]), rows - done)
-        done, at = done + float(starts[at]), at + 1
-    return starts[at - size : at]
+        done, at, cells = done + float(starts[at]), at + 1, cells + 1
+        hit += float(_hit(starts[at - 1 : at], _cut(survival, np.array([cells])), places, step)[0])
+    return starts[at - size : at], hit, cells
+
+
+def _cut(survival: np.ndarray, cells: np.ndarray) -> np.ndarray:
+    """Returns the chance that in a cell a place ends a row that is cut at the limit, as all its earlier ones were: such
+    rows of all places end in one step."""
+    number, rest = np.divmod(cells, len(survival))
+    return np.where(rest == 0, survival[-1] ** number, 0.0)
+
+
+def _hit(chances: np.ndarray, together: np.ndarray | float, places: int, step: float) -> np.ndarray:
+    """Returns the expected steps of each cell in which something happens in one of some places.
+
+    chances: that it happens in a place, in some step of the cell.
+    together: that it does so in one step for all places.
+    """
+    width = max(step, 1.0)
+    at_once = _any_of(np.asarray(together), places)
+    apart = _any_of(np.maximum(chances - together, 0.0) / width, places)
+    steps: np.ndarray = np.minimum(at_once + width * apart - at_once * apart, places * chances)
+    return steps

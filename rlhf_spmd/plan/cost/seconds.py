@@ -270,21 +270,20 @@ class Cost:
         self, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int, parts: int, drawn: int
     ) -> list[float]:
         """Does what generate_s does by the expected decode steps of a distribution of lengths (lengths.py)."""
-        from rlhf_spmd.plan.cost.lengths import decode, meetings, of_forecast  # late: numpy, which `check` does without
+        from rlhf_spmd.plan.cost.lengths import decode, of_forecast  # late: numpy, which `check` does without
 
         assert self.workload.forecast_lengths is not None
         responses = of_forecast(self.workload.forecast_lengths, self.workload.max_response, drawn)
         table, begun = self.table(call.model, layout, rank), min(places, len(rows))
         decoding = decode(responses, len(rows), places, layout.dp)
-        ends, begins = meetings(responses, len(rows), places)
         first_s, later, later_s = self._start_s(call, layout, rank, rows[:begun]), rows[begun:], 0.0
         if fresh := [row for row in later if row[0]]:
-            begins = min(begins, len(fresh))
+            begins = min(decoding.begins, len(fresh))
             few = int(len(fresh) / begins)  # prompts come in groups of so many, or of one more
             more = len(fresh) - few * begins
             for number, size in ((begins - more, few), (more, few + 1)):
                 later_s += number * self.prompts_s(call, layout, rank, fresh[:size])
-        ends_s = ends * table.ends.at(begun) if table is not None and table.ends is not None else 0.0
+        ends_s = decoding.ends * table.ends.at(begun) if table is not None and table.ends is not None else 0.0
         stages, phases = layout.stage_ranks(rank), []
         for steps, active in decoding.phases:
             phases.append((steps, sum(self.decode_s(call, layout, other, active) for other in stages)))

@@ -14,8 +14,10 @@ from rlhf_spmd.plan.cost.lengths import (
     decode,
     lognormal,
     mean_of_cut_lognormal,
+    of_rows,
     slowest,
 )
+from rlhf_spmd.plan.cost.seconds import decode_steps
 
 
 def exponential(mean: float) -> LengthDistribution:
@@ -110,3 +112,24 @@ def test_the_slowest_shard_of_a_pipeline():
 def test_what_cannot_be(mean, sigma, limit):
     with pytest.raises(UserError, match="there are no responses of .*give a mean"):
         lognormal(mean, sigma, limit)
+
+
+@pytest.mark.parametrize(("num_rows", "places"), [(32, 32), (96, 16), (8, 8), (64, 1)])
+@pytest.mark.parametrize(
+    "lengths",
+    [(1, 2), (2, 3, 3, 5), (3, 3, 3), tuple(range(20, 400, 7)), (5, *[40] * 9)],
+    ids=["short", "few", "one", "spread", "cut"],
+)
+def test_steps_in_which_rows_end_and_begin(lengths, num_rows, places):
+    """Against rows that are drawn; short responses often end in the same step."""
+    draw, counts = np.random.default_rng(2), []
+    for _ in range(100):
+        steps = list(decode_steps(draw.choice(lengths, num_rows).tolist(), places))
+        waiting = num_rows - places
+        begins = 0
+        for _, _, ended in steps:
+            begins += waiting > 0
+            waiting -= len(ended)
+        counts.append((len(steps), begins))
+    decoding = decode(of_rows(lengths), num_rows, places)
+    assert (decoding.ends, decoding.begins) == pytest.approx(np.mean(counts, 0), rel=0.15, abs=0.3)
