@@ -2,6 +2,8 @@
 
     out_bh = sum_t softmax_t(q_bh . k_bt / sqrt(d)) v_bt      over the last `window` of the row's lengths_b tokens
 
+A cap, if there is one, bounds what the softmax reads (soft_cap.py).
+
 Token t of row b lies in block tables_bm[t // s], slot t % s, of a cache of n blocks of s slots. Query head h reads
 key-value head h // (H / K). Lengths include the new token, whose keys and values are already in the cache. A row of
 length 0 (padding in a CUDA graph's batch) gives zeros. Table entries beyond a row's length may hold anything.
@@ -27,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_spmd.kernels import cpu
+from rlhf_spmd.kernels.soft_cap import capped, capped_attention
 from rlhf_spmd.kernels.triton_import import tl, triton
 
 MIN_TOKENS = 64  # a program takes at least this many tokens, if the row has them
@@ -36,6 +39,7 @@ PROGRAMS_PER_PROCESSOR = 4  # enough loads in flight to fill the memory bus
 TILE_BYTES = 16384  # of keys (and of values) that a program loads at once
 TOGETHER_TOKENS = 256  # longest rows whose grouped queries a CPU processes together in half precision
 WITHOUT = 2**31 - 1  # the window of full attention
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @dataclass(slots=True)
@@ -116,11 +120,18 @@ class Decode:
 
 
 def decode_attention(
-    q_BHd: Tensor, keys_nKsd: Tensor, values_nKsd: Tensor, step: Decode, *, window: int | None = None
+    q_BHd: Tensor,
+    keys_nKsd: Tensor,
+    values_nKsd: Tensor,
+    step: Decode,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Computes attention of one token of each row: out_BHd, in the queries' dtype.
 
     window: number of a row's last tokens that are visible; None: all.
+    cap: of scores; None: none.
 
     On a CPU the cache must be finite everywhere (initialise it with zeros), because a hidden slot has weight 0, and 0 x
     NaN is NaN. There is no backward pass.
@@ -128,13 +139,21 @@ def decode_attention(
     assert not (torch.is_grad_enabled() and q_BHd.requires_grad), "decode_attention has no backward pass"
     assert keys_nKsd.shape[2] == step.block_size, (keys_nKsd.shape, step.block_size)
     if q_BHd.is_cuda:
-        return decode_attention_triton(q_BHd, keys_nKsd, values_nKsd, step.tables_BM, step.lengths_B, window=window)
-    if cpu.used_for(q_BHd) and q_BHd.shape[2] % cpu.LANES == 0:
+        rows = step.tables_BM, step.lengths_B
+        return decode_attention_triton(q_BHd, keys_nKsd, values_nKsd, *rows, window=window, cap=cap)
+    if cap is None and cpu.used_for(q_BHd) and q_BHd.shape[2] % cpu.LANES == 0:
         return cpu.decode_attention(q_BHd, keys_nKsd, values_nKsd, step.tables_BM, step.lengths_B, window)
-    return _on_cpu(q_BHd, step.gather(keys_nKsd), step.gather(values_nKsd), step.mask(window), step.empty_B)
+    return _on_cpu(q_BHd, step.gather(keys_nKsd), step.gather(values_nKsd), step.mask(window), step.empty_B, cap)
 
 
-def _on_cpu(q_BHd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_B11S: Tensor | None, empty_B: Tensor | None) -> Tensor:
+def _on_cpu(
+    q_BHd: Tensor,
+    k_BKSd: Tensor,
+    v_BKSd: Tensor,
+    mask_B11S: Tensor | None,
+    empty_B: Tensor | None,
+    cap: float | None,
+) -> Tensor:
     """Calls torch's attention without repeating keys and values: the heads of a group are queries of one key-value
     head.
 
@@ -145,7 +164,10 @@ def _on_cpu(q_BHd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_B11S: Tensor | N
     num_kv_heads = k_BKSd.shape[1]
     together = q_BHd.dtype.itemsize > 2 or (torch.get_num_threads() > 1 and k_BKSd.shape[2] <= TOGETHER_TOKENS)
     q = q_BHd.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim) if together else q_BHd[:, :, None]
-    out = F.scaled_dot_product_attention(q, k_BKSd, v_BKSd, attn_mask=mask_B11S, enable_gqa=not together)
+    if cap is None:
+        out = F.scaled_dot_product_attention(q, k_BKSd, v_BKSd, attn_mask=mask_B11S, enable_gqa=not together)
+    else:
+        out = capped_attention(q_BHd[:, :, None], k_BKSd, v_BKSd, None if mask_B11S is None else mask_B11S == 0, cap)
     out_BHd = out.reshape(num_rows, num_heads, head_dim)
     return out_BHd if empty_B is None else out_BHd.masked_fill(empty_B[:, None, None], 0.0)
 
@@ -158,6 +180,7 @@ def decode_attention_ref(
     lengths_B: Tensor,
     *,
     window: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Computes the reference: row by row, token by token, in float32 or wider."""
     wide = torch.promote_types(q_BHd.dtype, torch.float32)
@@ -173,7 +196,7 @@ def decode_attention_ref(
             for cache in (keys_nKsd, values_nKsd)
         )
         scores_HS = torch.einsum("hd,hsd->hs", q_BHd[b].to(wide), k_KSd.repeat_interleave(group, 0))
-        weights_HS = (scores_HS / math.sqrt(q_BHd.shape[2])).softmax(dim=1)
+        weights_HS = capped(scores_HS / math.sqrt(q_BHd.shape[2]), cap).softmax(dim=1)
         out_BHd[b] = torch.einsum("hs,hsd->hd", weights_HS, v_KSd.repeat_interleave(group, 0)).to(q_BHd.dtype)
     return out_BHd
 
@@ -202,6 +225,7 @@ def _scan(
     G: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Returns the sum of exponentials times values, the maximal exponent (base 2), and the sum of exponentials; in one
     pass."""
@@ -222,6 +246,8 @@ def _scan(
         if WIDE:
             k_SD = k_SD.to(tl.float32)
         scores_GS = tl.dot(q_GD, tl.trans(k_SD), input_precision="ieee") * scale
+        if CAP > 0:  # of scores of base 2; with tanh(x) = 1 - 2 / (exp(2 x) + 1)
+            scores_GS = CAP * (1.0 - 2.0 / (tl.exp2(scores_GS * (2.0 * LOG2_E / CAP)) + 1.0))
         scores_GS = tl.where(real_S[None, :], scores_GS, -float("inf"))
         # Every tile holds a real token, so the maximum is finite.
         new_max_G = tl.maximum(max_G, tl.max(scores_GS, 1))
@@ -271,6 +297,7 @@ def _split_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     WIDE: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     b, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = group * tl.num_programs(1)
@@ -289,7 +316,7 @@ def _split_kernel(
     of_row = tables_ptr + b.to(tl.int64) * stride_tb
     out_GD, max_G, sum_G = _scan(
         of_keys, of_values, of_row, q_GD, start, end, head_dim, scale, stride_kn, stride_ks, stride_vn, stride_vs,
-        BLOCK_SIZE, TILE, G, D, WIDE,
+        BLOCK_SIZE, TILE, G, D, WIDE, CAP,
     )  # fmt: skip
     sum_G = tl.where(sum_G > 0, sum_G, 1.0)
     out_GD = out_GD / sum_G[:, None]  # zeros where there is no token
@@ -336,6 +363,7 @@ def decode_attention_triton(
     lengths_B: Tensor,
     *,
     window: int | None = None,
+    cap: float | None = None,
     num_parts: int | None = None,
 ) -> Tensor:
     """Launches the kernels. Only the last dim of q and of the cache must be contiguous.
@@ -374,6 +402,7 @@ def decode_attention_triton(
         G=max(16, triton.next_power_of_2(group)),
         D=D,
         WIDE=not isinstance(_split_kernel, triton.JITFunction),  # the interpreter has no bfloat16 products
+        CAP=0.0 if cap is None else cap * math.log2(math.e),
         num_warps=8 if q_BHd.dtype == torch.float32 else 4,  # its products take no tensor cores, and 4 would spill
         num_stages=3,
         enable_fp_fusion=False,

@@ -10,6 +10,8 @@ product; a single chunk is saved instead) and turns them into gradients in place
 Chunks are columns, not rows: each yields a complete part of the weight's gradient, and only [N, D] is summed over
 chunks, in float32. (Cut Cross-Entropy, arXiv 2411.09009, does all this inside the kernel of the matrix product.)
 
+A cap bounds logits before temperature (soft_cap.py); their gradients then have a factor.
+
 Legend: N tokens, D hidden, V vocabulary (this rank's slice of it), C a chunk of V, K tokens of the support.
 """
 
@@ -23,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from rlhf_spmd.kernels.known_tokens import TILE, KnownTokens
 from rlhf_spmd.kernels.products import product_in
+from rlhf_spmd.kernels.soft_cap import cap_in_place, capped, slope
 from rlhf_spmd.kernels.softmax_chunk import (
     HIGHEST,
     TOKEN,
@@ -70,9 +73,10 @@ def token_logprobs_ref(
     known: KnownTokens | None = None,
     entropy: bool = False,
     top: bool = False,
+    cap: float | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Computes what token_logprobs does, for the whole vocabulary."""
-    logits_NV = hidden_ND @ weight_VD.T
+    logits_NV = capped(hidden_ND @ weight_VD.T, cap)
     z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
     real_N = tokens_N >= 0
     possible_NV = torch.ones_like(z_NV, dtype=torch.bool)
@@ -113,6 +117,7 @@ class _Settings:
     entropy: bool
     first: int  # this rank's slice of the vocabulary begins with this token
     group: dist.ProcessGroup | None
+    cap: float | None
     triton: bool
 
     def chunks(self, num_rows: int, vocab_size: int) -> list[range]:
@@ -127,7 +132,7 @@ class _Settings:
         """Returns the logits of a chunk before temperature, in the model's dtype as in generation; banned tokens are
         -inf. They lie in out_NC, or in memory of their own."""
         logits_NC = product_in(out_NC, hidden_ND, weight_VD[columns.start : columns.stop])
-        return self.ban(logits_NC, columns, -math.inf)
+        return self.ban(cap_in_place(logits_NC, self.cap), columns, -math.inf)
 
     def ban(self, x_NC: Tensor, columns: range, value: float) -> Tensor:
         if self.known is not None:
@@ -142,9 +147,12 @@ class _Settings:
         run = statistics_triton if self.triton else statistics_ref
         return run(logits_NC, tokens_N, temperature=temperature, entropy=self.entropy)
 
-    def gradients(self, *arguments: Tensor | None, temperature: float, out: Tensor) -> Tensor:
+    def gradients(self, logits: Tensor, *arguments: Tensor | None, temperature: float, out: Tensor) -> Tensor:
         run = gradients_triton if self.triton else gradients_ref
-        return run(*arguments, temperature=temperature, out=out)
+        if self.cap is None:
+            return run(logits, *arguments, temperature=temperature, out=out)
+        slopes = slope(logits, self.cap * temperature / self.temperature)  # of a support: divided already
+        return run(logits, *arguments, temperature=temperature, out=out).mul_(slopes)
 
     def merged(self, parts: list[Tensor]) -> Tensor:
         """Returns the statistics [4, N] of all chunks of all ranks."""
@@ -282,6 +290,7 @@ def token_logprobs(
     known: KnownTokens | None = None,
     entropy: bool = False,
     top: bool = False,
+    cap: float | None = None,
     first: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -292,6 +301,7 @@ def token_logprobs(
     support_NK: the support of each token (ids, padded with -1), to which the distribution is restricted.
     known: all other tokens have probability 0 in all rows; None: all are known.
     top: also returns whether no token was more likely, bool [N].
+    cap: of logits, before temperature; None: none.
     first, group: weight_VD is the slice of the vocabulary that begins with token `first`; the other ranks of the group
         hold the other slices and the same hidden_ND.
 
@@ -299,7 +309,7 @@ def token_logprobs(
     gradient of hidden_ND is a partial sum.
     """
     on_gpu = hidden_ND.is_cuda and hidden_ND.dtype != torch.float64
-    how = _Settings(temperature, banned, known, entropy, first, group, triton=on_gpu)
+    how = _Settings(temperature, banned, known, entropy, first, group, cap, triton=on_gpu)
     return _run(hidden_ND, weight_VD, tokens_N, support_NK, how, top=top)
 
 
@@ -314,11 +324,12 @@ def token_logprobs_triton(
     known: KnownTokens | None = None,
     entropy: bool = False,
     top: bool = False,
+    cap: float | None = None,
     first: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Computes token_logprobs by the Triton kernels, wherever the tensors are."""
-    how = _Settings(temperature, banned, known, entropy, first, group, triton=True)
+    how = _Settings(temperature, banned, known, entropy, first, group, cap, triton=True)
     return _run(hidden_ND, weight_VD, tokens_N, support_NK, how, top=top)
 
 

@@ -36,8 +36,9 @@ def attention(dtype: torch.dtype, num: int) -> None:
     tables, lengths = torch.zeros(num, num, dtype=torch.int32), torch.ones(num, dtype=torch.int32)
     for head_dim, heads, kv_heads in ((128, 8, 2), (80, 7, 1), (256, 32, 1)):
         q, cache = torch.zeros(num, heads, head_dim, dtype=dtype), torch.zeros(9, kv_heads, 16, head_dim, dtype=dtype)
-        for num_parts, window in ((1, None), (4, 100)):
-            decode_attention_triton(q, cache, cache, tables, lengths, num_parts=num_parts, window=window)
+        for num_parts, window, cap in ((1, None, None), (4, 100, None), (1, None, 50.0)):
+            options = {"num_parts": num_parts, "window": window, "cap": cap}
+            decode_attention_triton(q, cache, cache, tables, lengths, **options)
         slots = torch.zeros(num, dtype=torch.int64)
         kv_write_triton(q[:, :kv_heads], q[:, :kv_heads], cache, cache, slots)
         for back in (False, True):

@@ -16,10 +16,14 @@ from typing import ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rlhf_spmd.kernels.dropout import Dropout
+from rlhf_spmd.kernels.soft_cap import capped_attention
 from rlhf_spmd.model.linear import Joined
 from rlhf_spmd.model.routes import Routes
+
+CAPPED_BYTES = 64 * 2**20  # of scores with a cap that exist at a time, counted as float32
 
 
 class AttentionContext(Protocol):
@@ -44,8 +48,13 @@ class AttentionContext(Protocol):
     def positions(self) -> Tensor:
         """int64, broadcasts over the token dims."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Computes attention of the current tokens: q [..., H, d], k and v [..., K, d] -> [..., H, d]."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, cap: float | None = None
+    ) -> Tensor:
+        """Computes attention of the current tokens: q [..., H, d], k and v [..., K, d] -> [..., H, d].
+
+        cap: of scores (kernels/soft_cap.py), if any.
+        """
 
 
 class Padded:
@@ -61,8 +70,10 @@ class Padded:
         self.routes: Routes | None = None
         self.positions = torch.arange(num_tokens, device=device)[None]  # [1, T]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), window).transpose(1, 2)
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, cap: float | None = None
+    ) -> Tensor:
+        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), window, cap).transpose(1, 2)
 
 
 class Packed:
@@ -87,10 +98,12 @@ class Packed:
         # adjacent sequences of equal length share a call: (rows, length of each)
         self._runs = [(len(list(run)), length) for length, run in itertools.groupby(self.lengths)]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, cap: float | None = None
+    ) -> Tensor:
         """Computes attention without a packed kernel: sequence by sequence. On a CPU this is faster than padding from 4
         rows of 30 tokens on."""
-        if has_packed_kernel(q):
+        if cap is None and has_packed_kernel(q):
             left = -1 if window is None else window - 1
             cuts, longest = self._cuts_B1, max(self.lengths)
             found = _varlen_attn()
@@ -105,7 +118,7 @@ class Packed:
         outputs, sizes = [], [rows * length for rows, length in self._runs]
         for *parts, run in zip(q.split(sizes), k.split(sizes), v.split(sizes), self._runs, strict=True):
             q_BHTd, k_BKTd, v_BKTd = (part.unflatten(0, run).transpose(1, 2) for part in parts)
-            outputs.append(attend(q_BHTd, k_BKTd, v_BKTd, window).transpose(1, 2).flatten(0, 1))
+            outputs.append(attend(q_BHTd, k_BKTd, v_BKTd, window, cap).transpose(1, 2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -130,11 +143,16 @@ def _varlen_attn() -> tuple[Callable[..., Tensor], frozenset[str]] | None:
     return (varlen_attn, options) if "window_size" in options else None
 
 
-def attend(q_BHTd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, window: int | None = None) -> Tensor:
+def attend(
+    q_BHTd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, window: int | None = None, cap: float | None = None
+) -> Tensor:
     """Returns causal softmax(q k^T / sqrt(d)) v -> out_BHTd; query head h reads key-value head h // (H / K).
 
     window: number of tokens that each query sees, including its own.
+    cap: of scores, if any.
     """
+    if cap is not None:
+        return attend_capped(q_BHTd, k_BKTd, v_BKTd, window, cap)
     num_tokens, group = q_BHTd.shape[2], q_BHTd.shape[1] // k_BKTd.shape[1]
     mask_TT = None
     if window is not None and num_tokens > window:
@@ -145,6 +163,25 @@ def attend(q_BHTd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, window: int | None = 
     return F.scaled_dot_product_attention(
         q_BHTd, k_BKTd, v_BKTd, attn_mask=mask_TT, is_causal=causal, enable_gqa=group > 1
     )
+
+
+def attend_capped(q_BHtd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, window: int | None, cap: float) -> Tensor:
+    """Returns causal attention of the last t of T tokens, with a cap on scores, in blocks of queries: scores of one
+    block exist at a time, and the backward pass computes them again."""
+    (num_rows, num_heads, num_queries, _), num_tokens = q_BHtd.shape, k_BKTd.shape[2]
+    size = max(CAPPED_BYTES // (4 * max(num_rows * num_heads * num_tokens, 1)), 1)
+    run: Callable[..., Tensor] = capped_attention
+    if torch.is_grad_enabled():
+        run = functools.partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+    at_T, window, outputs = torch.arange(num_tokens, device=q_BHtd.device), window or num_tokens, []
+    start = num_tokens - num_queries
+    for q_BHrd in q_BHtd.split(size, 2):
+        stop = start + q_BHrd.shape[2]
+        seen, at_r1 = slice(max(start + 1 - window, 0), stop), at_T[start:stop, None]
+        visible_rT = (at_T[seen] <= at_r1) & (at_T[seen] > at_r1 - window)
+        outputs.append(run(q_BHrd, k_BKTd[:, :, seen], v_BKTd[:, :, seen], visible_rT, cap))
+        start = stop
+    return torch.cat(outputs, 2)
 
 
 def reads_groups(q_BHTd: Tensor, *, masked: bool) -> bool:

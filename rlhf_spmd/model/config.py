@@ -15,6 +15,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_value
 from rlhf_spmd.files.reading import NO_RIGHT, is_folder, read_bytes, refuse_pipes
 from rlhf_spmd.model.config_keys import (
+    LOCAL_THETA,
     ROPE_LISTS,
     ROPE_TYPES,
     experts_in,
@@ -163,6 +164,8 @@ class ModelConfig:
     attention_size: float = 0.0  # 0: head_dim
     residual_scale: float = 1.0  # of what attention and MLP add
     logits_scale: float = 1.0  # that logits are divided by
+    attention_cap: float | None = None  # of scores; see kernels/soft_cap.py
+    logits_cap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
@@ -273,11 +276,12 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = num_heads
     sizes: dict[str, Any] = {name: integer(values, keys[key]) for key, name in _SIZES.items()}
-    local_theta = local_theta_in(values, family) if family.full_step else None
+    local_theta = local_theta_in(values, family) if LOCAL_THETA in family.defaults else None
     theta, scaling, rotary_factor = rope_in(values, family)
     without_rope = layers_without_rope_in(values, family, sizes["num_layers"])
     sliding_window, sliding_layers = windows_in(values, family, sizes["num_layers"], without_rope)
     eos, context = values.get("eos_token_id"), integer(values, keys["max_position_embeddings"])
+    caps: dict[str, Any] = {of: number(values, key) for key, of in family.caps.items() if values[key] is not None}
     switches = {field: bool(values.get(key, False)) for key, fields in family.switches.items() for field in fields}
     return ModelConfig(
         model_type=name,
@@ -289,6 +293,7 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         local_rope_theta=local_theta,
         activation=names[0],
         **{field: values[key] for key, field in family.numbers.items() if number(values, key)},
+        **caps,
         kept={key: values[key] for key in family.kept if key in values},
         rms_norm_eps=number(values, keys["rms_norm_eps"]),
         rope_theta=theta,
@@ -343,9 +348,9 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
     values |= dict.fromkeys(family.without_rope[:1], has_rope)
     if family.partial_rotary:
         values[family.partial_rotary] = config.rotary_factor
-    values |= {key: getattr(config, field) for key, field in family.numbers.items()}
+    values |= {key: getattr(config, field) for key, field in {**family.numbers, **family.caps}.items()}
     if config.local_rope_theta is not None:
-        values["rope_local_base_freq"] = config.local_rope_theta
+        values[LOCAL_THETA] = config.local_rope_theta
     values |= _sliding_to_hf(config, family) | _experts_to_hf(config, family) | config.kept
     if config.num_positions:
         values = {key: value for key, value in values.items() if not key.startswith("rope_")}

@@ -16,6 +16,7 @@ ROPE_TYPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("original_max_position_embeddings",),
 }
+LOCAL_THETA = "rope_local_base_freq"  # of families whose layers with a window have a rope of their own
 ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a number for each pair of dims
 
 # further optional numbers
@@ -126,7 +127,7 @@ def local_theta_in(values: dict[str, Any], family: Family) -> float:
     if isinstance(of_kinds, dict) and "rope_type" not in of_kinds:
         local = of_kinds.get("sliding_attention") or {}
         values["rope_parameters"] = of_kinds.get("full_attention")
-    theta, scaling, _ = rope_in({"rope_theta": values["rope_local_base_freq"], "rope_parameters": local}, family)
+    theta, scaling, _ = rope_in({"rope_theta": values[LOCAL_THETA], "rope_parameters": local}, family)
     if scaling is not None:
         raise UserError(f"the rope of layers with a window is {scaling}, which is not supported; supported is default")
     return theta

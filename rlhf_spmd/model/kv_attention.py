@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.decode_attention import Decode, decode_attention
 from rlhf_spmd.kernels.kv_write import heads_of, kv_write
-from rlhf_spmd.model.attention import Packed, reads_groups
+from rlhf_spmd.model.attention import Packed, attend_capped, reads_groups
 from rlhf_spmd.model.linear import Joined
 from rlhf_spmd.model.routes import Routes
 
@@ -32,9 +32,11 @@ class Prefill(Packed):
         super().__init__(lengths, device=slots_N.device)
         self._cache, self._slots_N = cache, slots_N
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, cap: float | None = None
+    ) -> Tensor:
         kv_write(k, v, *self._cache.layer(layer), self._slots_N)
-        return super().attend(layer, q, k, v, window)
+        return super().attend(layer, q, k, v, window, cap)
 
 
 class Continued:
@@ -50,7 +52,9 @@ class Continued:
         self._places: list[tuple[Tensor, Tensor]] = []  # block and place in it of all tokens of each row
         self._masks: dict[int | None, list[Tensor]] = {}  # window -> of each row, which tokens its new ones attend to
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, cap: float | None = None
+    ) -> Tensor:
         keys_nKsd, values_nKsd = self._cache.layer(layer)
         kv_write(k, v, keys_nKsd, values_nKsd, self._slots_N)
         group, size, outputs = q.shape[1] // k.shape[1], keys_nKsd.shape[2], []
@@ -59,6 +63,10 @@ class Continued:
             q.split(self._lengths), self._places, self._masks_of(window), strict=True
         ):
             k_KTd, v_KTd = (x[block_T, :, at_T].transpose(0, 1) for x in (keys_nKsd, values_nKsd))
+            if cap is not None:
+                out_1Htd = attend_capped(q_tHd.transpose(0, 1)[None], k_KTd[None], v_KTd[None], window, cap)
+                outputs.append(out_1Htd[0].transpose(0, 1))
+                continue
             if repeats := group > 1 and not reads_groups(q, masked=True):
                 k_KTd, v_KTd = (x.repeat_interleave(group, 0) for x in (k_KTd, v_KTd))
             out_Htd = F.scaled_dot_product_attention(
@@ -96,12 +104,14 @@ class DecodeStep:
         self.positions, self.slots_B, self._cache, self._decode = positions_B, slots_B, cache, decode
         self._heads: Tensor | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, cap: float | None = None
+    ) -> Tensor:
         keys_nKsd, values_nKsd = self._cache.layer(layer)
         if self._heads is None:
             self._heads = heads_of(self.slots_B, keys_nKsd)
         kv_write(k, v, keys_nKsd, values_nKsd, self.slots_B, self._heads)
-        return decode_attention(q, keys_nKsd, values_nKsd, self._decode, window=window)
+        return decode_attention(q, keys_nKsd, values_nKsd, self._decode, window=window, cap=cap)
 
 
 class Round:
@@ -126,8 +136,10 @@ class Round:
         self._sizes = [len(part.positions) for part in self._parts]
         self.positions = torch.cat([part.positions for part in self._parts])
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, cap: float | None = None
+    ) -> Tensor:
         if len(self._parts) == 1:
-            return self._parts[0].attend(layer, q, k, v, window)
+            return self._parts[0].attend(layer, q, k, v, window, cap)
         cuts = [x.split(self._sizes) for x in (q, k, v)]
-        return torch.cat([part.attend(layer, *qkv, window) for part, *qkv in zip(self._parts, *cuts, strict=True)])
+        return torch.cat([part.attend(layer, *qkv, window, cap) for part, *qkv in zip(self._parts, *cuts, strict=True)])

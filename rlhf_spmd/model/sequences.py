@@ -153,6 +153,7 @@ def response_logprobs(
         known=known,
         entropy=entropy,
         top=top,
+        cap=model.config.logits_cap,
         first=vocabulary_of(model.config, model.parallel.shard).start,
         group=model.parallel.group,
     )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_spmd.kernels.products import product, rows_for
+from rlhf_spmd.kernels.soft_cap import capped
 from rlhf_spmd.kernels.triton_import import fused
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import MOST_EXPERTS, ModelConfig
@@ -95,7 +96,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             sizes = (queries, keys) if self.qk_norm_of_all else (config.head_dim, config.head_dim)
             self.q_norm, self.k_norm = (make_norm(size, config) for size in sizes)
-        self.scale = config.query_scale
+        self.scale, self.cap = config.query_scale, config.attention_cap
         self.low_rank: LowRank | None = None  # of q, k and v
 
     def forward(self, x: Tensor, turns: Turns, context: AttentionContext, *, again: Again | None = None) -> Tensor:
@@ -122,7 +123,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q, fast=fast), self.k_norm(k, fast=fast)
         if self.rope is not None:
             q, k, v = turned(q, k, v, *turns[self.rope], **self.turns, packed=context.packed, fast=fast)
-        mixed = context.attend(self.layer, scaled(q, self.scale), k, v, self.window)
+        mixed = context.attend(self.layer, scaled(q, self.scale), k, v, self.window, self.cap)
         return self.o_proj(mixed.flatten(-2), packed=context.packed, dropout=context.dropout)
 
 
@@ -455,13 +456,15 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor, *, head: Callable = product) -> Tensor:
         """Computes logits [..., V] of the next token from hidden [..., D], over this rank's slice of the vocabulary; or
-        the result of another head(hidden, weight_VD), such as token_logprobs, which never holds all logits.
+        the result of another head(hidden, weight_VD), such as token_logprobs, which never holds all logits; it caps
+        them itself.
 
         Gather a packed output first (`gather_tokens`): every slice of the vocabulary reads all tokens.
         """
         assert self.head == "lm", self.head
         unembedding = self.embed_tokens if self.config.tie_embeddings else self.lm_head
-        return unembedding(scaled(hidden, 1 / self.config.logits_scale), head=head)
+        made = unembedding(scaled(hidden, 1 / self.config.logits_scale), head=head)
+        return capped(made, self.config.logits_cap) if head is product else made
 
     def scalar(self, hidden: Tensor) -> Tensor:
         """Computes one number per token [...] from hidden [..., D]; those of a packed output need `collect_tokens`."""

@@ -61,7 +61,7 @@ SHAPES = {  # uneven everywhere: heads, intermediate 13, vocabulary 37
         "sliding_window": 3,
         "sliding_layers": (1, 2, 3),
         "layers_without_rope": (0, 3),
-        **{"local_rope_theta": 100.0, "norms": "both"},
+        **{"local_rope_theta": 100.0, "norms": "both", "attention_cap": 1.0, "logits_cap": 2.0},
     },
     "beside each other": {
         **{"model_type": "gpt_neox", "num_heads": 6, "num_kv_heads": 6, "parallel_residual": True, "layer_norm": True},
@@ -75,7 +75,7 @@ SHAPES = {  # uneven everywhere: heads, intermediate 13, vocabulary 37
     "three heads": {
         "num_heads": 6,
         "num_kv_heads": 3,
-        "norms": "after",
+        "norms": "around",
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
         "rotary_factor": 0.5,
         "rope_alternates": True,

@@ -18,6 +18,7 @@ MODELS = {
     "smollm3": [("SmolLM3", "3", "none (it reads `xml_tools`, and writes no calls)")],
     "granite": [("Granite 3", "2, 8", "`<\\|tool_call\\|>[...]`")],
     "gemma": [("Gemma 1", "2, 7", NONE)],
+    "gemma2": [("Gemma 2", "2, 9, 27", NONE)],
     "gemma3_text": [("Gemma 3, text", "0.27, 1", NONE), ("Gemma 3, its part for text", "4, 12, 27", NONE)],
     "mistral": [("Mistral", "7", "`[TOOL_CALLS] [...]`; the user's second message moves the tools, which is refused")],
     "qwen2": [("Qwen2, Qwen2.5", "0.5, 1.5, 3, 7, 14, 32, 72", HERMES)],

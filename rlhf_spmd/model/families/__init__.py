@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from rlhf_spmd.model.families import (
     ernie4_5,
     gemma,
+    gemma2,
     gemma3_text,
     glm,
     glm4,
@@ -34,6 +35,7 @@ FAMILIES = {
     "qwen3": qwen3.FAMILY,
     "smollm3": smollm3.FAMILY,
     "gemma": gemma.FAMILY,
+    "gemma2": gemma2.FAMILY,
     "gemma3_text": gemma3_text.FAMILY,
     "granite": granite.FAMILY,
     "phi3": phi3.FAMILY,

@@ -32,9 +32,10 @@ class Family:
     refused: keys that ask for what no layer has.
     needed: keys that may say this alone, or what another key says.
     numbers: keys of multipliers and scales -> the fields that they give; positive, the same type is written again.
+    caps: keys of soft caps -> the fields that they give; null: none.
     norms: where a block is normed (plan/norms.py).
     full_step: without layer_types, from one layer with full attention to the next, if sliding_window_pattern does not
-        say it; layers with a window have a rope of their own.
+        say it.
     windows: the keys that say which layers have a sliding window; without max_window_layers and layer_types all have.
     without_rope: the key that has a 0 for each layer without rope, else a 1, and the key of the step from one such
         layer to the next, for a list that is missing.
@@ -69,6 +70,7 @@ class Family:
     refused: tuple[str, ...] = ()
     needed: Mapping[str, Any] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
+    caps: Mapping[str, str] = field(default_factory=dict)
     norms: str = "before"
     full_step: int = 0
     windows: tuple[str, ...] = ()

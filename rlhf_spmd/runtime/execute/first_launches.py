@@ -69,7 +69,7 @@ def attend_in_parts(job: Job, model: Transformer, windows: Sequence[int | None])
     length_1 = torch.ones(1, dtype=torch.int64, device=device)
     for window in windows:
         for num_parts in parts_of_batches(job, config.num_kv_heads, window, processors(device)):
-            options = {"window": window, "num_parts": num_parts}
+            options = {"window": window, "cap": config.attention_cap, "num_parts": num_parts}
             decode_attention_triton(query_1Hd, cache_1Ksd, cache_1Ksd, table_11, length_1, **options)
 
 

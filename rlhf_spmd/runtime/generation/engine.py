@@ -34,6 +34,7 @@ from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.kernels.products import product
 from rlhf_spmd.kernels.sample import Sampled, sample
 from rlhf_spmd.kernels.sample_shard import sample_shard
+from rlhf_spmd.kernels.soft_cap import cap_in_place
 from rlhf_spmd.model.fast_attributes import fast_attributes
 from rlhf_spmd.model.linear import Copies, sum_bytes
 from rlhf_spmd.model.parallel import smallest, vocabulary_of
@@ -349,6 +350,7 @@ class Engine:
         """Returns the logits of the known tokens of this rank's slice, -inf for holes between them."""
         logits_BV = product(hidden_BD, self._copies.head_VD or weight_VD[: self._width])
         logits_BV = logits_BV[:, : len(self._slices[self.parallel.shard.tp_index])]
+        cap_in_place(logits_BV, self.model.config.logits_cap)
         return logits_BV if self._holes_H is None else logits_BV.index_fill_(1, self._holes_H, -math.inf)
 
     def _sample(self, logits_BV: Tensor, batch: Batch, index_B: Tensor) -> Sampled:

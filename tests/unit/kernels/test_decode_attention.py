@@ -1,10 +1,13 @@
 """Attention over a cache in blocks: twin, CPU path and kernel against torch's attention and one another."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.decode_attention import (
     Decode,
     decode_attention,
@@ -46,13 +49,14 @@ class Case:
     def arguments(self) -> tuple[Tensor, ...]:
         return self.q, self.keys, self.values, self.tables, self.lengths
 
-    def dispatched(self, window: int | None = None) -> Tensor:
+    def dispatched(self, window: int | None = None, cap: float | None = None) -> Tensor:
         step = Decode.prepare(self.tables, self.lengths, self.block_size, self.q.dtype)
-        return decode_attention(self.q, self.keys, self.values, step, window=window)
+        return decode_attention(self.q, self.keys, self.values, step, window=window, cap=cap)
 
 
-def by_sdpa(case: Case, window: int | None) -> Tensor:
-    """Computes torch's attention in float64, row by row, over the row's tokens laid out in a line."""
+def by_sdpa(case: Case, window: int | None, cap: float | None = None) -> Tensor:
+    """Computes torch's attention in float64, row by row, over the row's tokens laid out in a line; with a cap the
+    formula."""
     group = case.q.shape[1] // case.keys.shape[1]
     rows = []
     for b, length in enumerate(case.lengths.tolist()):
@@ -63,7 +67,12 @@ def by_sdpa(case: Case, window: int | None) -> Tensor:
         keys, values = (cache[blocks].double().transpose(0, 1).flatten(1, 2) for cache in (case.keys, case.values))
         kept = slice(max(length - window, 0) if window else 0, length)
         keys, values = (x[:, kept].repeat_interleave(group, 0) for x in (keys, values))
-        rows.append(F.scaled_dot_product_attention(case.q[b].double()[:, None], keys, values)[:, 0])
+        query = case.q[b].double()[:, None]
+        if cap is None:
+            rows.append(F.scaled_dot_product_attention(query, keys, values)[:, 0])
+        else:
+            scores = torch.tanh(query @ keys.mT / math.sqrt(query.shape[-1]) / cap) * cap
+            rows.append((scores.softmax(-1) @ values)[:, 0])
     return torch.stack(rows)
 
 
@@ -106,6 +115,20 @@ def test_windows(window, num_parts, device):
         by_sdpa(case, window),
         case.q.dtype,
     )
+
+
+@pytest.mark.parametrize(("cap", "dtype"), [(0.5, torch.float32), (50.0, torch.bfloat16)])
+def test_caps(cap, dtype, device, monkeypatch):
+    """Kernel, twin and dispatch, also where the kernels in C++ would run, which have no cap."""
+    monkeypatch.setattr(cpu, "_used", {torch.float32})
+    case = Case(3, 1, 3, 16, 16, [90, 1, 0], dtype, device=device)
+    for window in (None, 20):
+        exact, without = by_sdpa(case, window, cap), by_sdpa(case, window)
+        assert (exact - without).abs().max() > (0.1 if cap < 1 else 1e-5)
+        close(decode_attention_ref(*case.arguments, window=window, cap=cap), exact, dtype)
+        close(case.dispatched(window, cap), exact, dtype)
+        got = decode_attention_triton(*case.arguments, window=window, cap=cap, num_parts=1 if window else 2)
+        close(got, exact, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -102,6 +102,20 @@ def test_equals_the_twin(monkeypatch, device, form, num_chunks, entropy, kind, d
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("num_chunks", "kept"), [(1, False), (3, False), (3, True)])
+def test_logits_with_a_cap(monkeypatch, device, form, num_chunks, kept):
+    """Also where a banned token is kept."""
+    for dtype in (torch.float32, torch.bfloat16):
+        options = {"kept": kept, "known": not kept, "temperature": 0.7, "entropy": True}
+        case = make_case(9, 6, 131, dtype, device, banned=True, **options)
+        cut(monkeypatch, 9, 131, num_chunks)
+        expected = case.everything(token_logprobs.token_logprobs_ref, cap=1.5)
+        assert (expected[0] - case.outputs(token_logprobs.token_logprobs_ref)[0]).abs().max() > 0.5
+        for found, twin in zip(case.everything(FORMS[form], cap=1.5), expected, strict=True):
+            torch.testing.assert_close(found, twin, **tolerance(dtype, twin))
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 2), (1, 4, 129), (5, 2, 4097), (3, 2, 9001)])
 def test_odd_shapes(monkeypatch, device, form, shape):
     """Also rows longer than a block of the kernels, and chunks of a single column."""
@@ -114,9 +128,10 @@ def test_odd_shapes(monkeypatch, device, form, shape):
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)
-@pytest.mark.parametrize("kind", ["plain", "banned", "kept"])
+@pytest.mark.parametrize("kind", ["plain", "banned", "kept", "capped", "capped and kept"])
 def test_gradients_against_differences(monkeypatch, device, num_chunks, kind):
-    case = make_case(4, 3, 7, torch.float64, device, banned=kind == "banned", kept=kind == "kept", temperature=1.3)
+    more = {"banned": "banned" in kind, "kept": "kept" in kind, "cap": 0.7 if "capped" in kind else None}
+    case = make_case(4, 3, 7, torch.float64, device, **more, temperature=1.3)
     cut(monkeypatch, 4, 7, num_chunks)
 
     def run(hidden_ND, weight_VD):

@@ -101,7 +101,7 @@ def test_older_names_of_longrope():
         ),
         ({"model_type": "olmo3", "sliding_window": None}, "'sliding_window' is None"),
         ({"model_type": "olmo3", "rope_parameters": {"sliding_attention": LINEAR}}, "with a window is {.*linear"),
-        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 is not"),
         ({"model_type": "gemma3", "text_config": {}}, "model_type 'gemma3' is not supported; supported are"),
         ({"model_type": "gpt_neox", "layer_norm_eps": None}, "'layer_norm_eps' is None"),
         ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before False is not supported"),

@@ -50,6 +50,7 @@ FAMILIES = {
     "gemma": {"head_dim": 12},
     "olmo2 tied": {"tie_word_embeddings": True, "pad_token_id": 0},
     "olmo3": {"sliding_window": 4, "num_hidden_layers": 5, "pad_token_id": 0},
+    "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "attn_logit_softcapping": 2.0},
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "num_hidden_layers": 7},
     "gpt_neox": {"num_key_value_heads": 4, "rotary_pct": 0.5, "pad_token_id": 0},
     "starcoder2": {"sliding_window": 6},
@@ -183,7 +184,8 @@ def test_shards(folder, tmp_path, save_in_shards):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "llama tied", "mistral", "qwen2 tied", "qwen3", "phi3", "gemma3_text", "gpt_neox", "gpt2"]
+    "case",
+    ["llama", "llama tied", "mistral", "qwen2 tied", "qwen3", "phi3", "gemma2", "gemma3_text", "gpt_neox", "gpt2"],
 )
 def test_reward_models_both_ways(case, tmp_path):
     """AutoModelForSequenceClassification pools the last real token of what we wrote, even where it ends a sequence."""

@@ -5,13 +5,24 @@ import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.decode_attention import Decode
-from rlhf_spmd.model.kv_attention import DecodeStep, Prefill, Round
+from rlhf_spmd.model.kv_attention import Continued, DecodeStep, Prefill, Round
 from rlhf_spmd.model.linear import Copies, join
 from rlhf_spmd.runtime.generation.kv_cache import KVCache, slots_of
 from tests.unit.model.test_transformer import ours, some_tokens, theirs
 
 CASES = ["llama", "llama mha", "llama3", "mistral window", "mistral window 1", "qwen2 window", "qwen3 window"]
-CASES += ["smollm3 window", "gemma", "gemma3", "granite", "phi3 partial", "olmo3", "glm", "gpt_neox", "starcoder2"]
+CASES += [
+    "smollm3 window",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "phi3 partial",
+    "olmo3",
+    "glm",
+    "gpt_neox",
+    "starcoder2",
+]
 CASES += ["gpt2", "opt"]
 LENGTHS = (9, 4, 1, 9)  # of the prompts
 NUM_NEW = 8
@@ -54,6 +65,23 @@ def decode(model, cache, tables, tokens_B, cached_B, joined):
     slots_B = tables_BM.gather(1, (cached_B // size)[:, None])[:, 0] * size + cached_B % size
     attended = Decode.prepare(tables_BM, cached_B + 1, size, model.dtype)
     return model(tokens_B, context=Round(DecodeStep(cache, cached_B, slots_B.long(), attended), None, joined))
+
+
+@pytest.mark.parametrize("case", ["gemma2", "qwen3 window"])
+def test_further_tokens_of_rows(case):
+    """As the answer of an environment: several, after tokens that are in the cache."""
+    model = ours(theirs(case), dtype=torch.float64)
+    cache, (begun, more) = KVCache(model, 2, 16), ((5, 2), (4, 7))
+    rows = some_tokens(2, 9, model.config.vocab_size)
+    slots = [slots_of([[row]], [9], 16) for row in (1, 0)]
+    with torch.no_grad():
+        prompts = torch.cat([row[:length] for row, length in zip(rows, begun, strict=True)])
+        slots_N = torch.cat([one[:length] for one, length in zip(slots, begun, strict=True)])
+        model(prompts, context=Round(None, Prefill(begun, cache, slots_N)))
+        further = torch.cat([row[length:] for row, length in zip(rows, begun, strict=True)])
+        found = model(further, context=Round(None, None, None, Continued(more, cache, slots))).split(more)
+        for got, tokens_T in zip(found, rows, strict=True):
+            torch.testing.assert_close(got, model(tokens_T[None])[0, -len(got) :], atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2 window", "qwen3 window"])

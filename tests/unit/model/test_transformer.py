@@ -39,6 +39,7 @@ GEMMA3 = {
     **{"sliding_window": 5, "sliding_window_pattern": 2},
     "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5}},
 }
+CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 0.8}
 SLIDING = {"sliding_window": 5, "num_hidden_layers": 4, "pad_token_id": 0, "eos_token_id": None}
 MULTIPLIERS = {
     **{"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 1.3},
@@ -92,8 +93,13 @@ CASES = {
     ),
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma biases": ("gemma", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": False}),
+    "gemma2": ("gemma2", CAPS | {"sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 9}),
+    "gemma2 no cap": ("gemma2", {"head_dim": 8, "attention_bias": True, "sliding_window": 4} | dict.fromkeys(CAPS)),
     "gemma3": ("gemma3_text", GEMMA3 | {"head_dim": 16, "query_pre_attn_scalar": 9}),
-    "gemma3 biases": ("gemma3_text", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": False}),
+    "gemma3 biases": (
+        "gemma3_text",
+        {"final_logit_softcapping": 0.8, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": False},
+    ),
     "granite": ("granite", MULTIPLIERS),
     "granite biases": ("granite", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 3}),
     "phi3": ("phi3", {"sliding_window": 6, "pad_token_id": 0}),
@@ -193,6 +199,7 @@ def test_logits_equal_transformers(case):
         "qwen3 biases tied",
         "smollm3",
         "gemma",
+        "gemma2",
         "gemma3",
         "granite",
         "olmo3",
@@ -238,7 +245,7 @@ def test_padding_never_reaches_a_real_token():
     torch.testing.assert_close(mine(padded_BT)[:, :8], mine(tokens_BT), atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma", "gpt_neox", "yarn", "mistral window"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma", "gemma2", "gpt_neox", "yarn", "mistral window"])
 def test_precisions(case):
     """float64 is float64 throughout; bfloat16 keeps exact rope angles and stays near."""
     model = theirs(case)
@@ -301,23 +308,33 @@ def test_initial_weights_follow_from_the_seed_alone():
     assert not Transformer(replace(config, norm_offset=True), head="lm").norm.weight.any()
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("in_place", "cap"), [(True, None), (False, None), (True, 0.7)])
 @pytest.mark.parametrize("window", [None, 1, 3, 5])
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
-def test_attention_against_the_formula(in_place, window, num_tokens, monkeypatch):
-    """Both ways to group heads: the CPU's, and the one that GPUs without a kernel for it take."""
+def test_attention_against_the_formula(in_place, cap, window, num_tokens, monkeypatch):
+    """Both ways to group heads: the CPU's, and the one that GPUs without a kernel for it take; with a cap in blocks of
+    two queries."""
     monkeypatch.setattr(attention, "reads_groups", lambda *_, **__: in_place)
+    monkeypatch.setattr(attention, "CAPPED_BYTES", 4 * 2 * 6 * num_tokens * 2)
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, heads, num_tokens, 8) for heads in (6, 2, 2))
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes)
     hidden = torch.ones(num_tokens, num_tokens).triu(1).bool()
     for query in range(num_tokens):
         hidden[query, : max(0, query + 1 - (window or num_tokens))] = True
     scores = torch.einsum("bhtd,bhsd->bhts", q, k.repeat_interleave(3, 1)) / math.sqrt(8)
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
     expected = torch.einsum(
         "bhts,bhsd->bhtd", scores.masked_fill(hidden, -math.inf).softmax(-1), v.repeat_interleave(3, 1)
     )
-    torch.testing.assert_close(attend(q, k, v, window), expected)
+    found = attend(q, k, v, window, cap)
+    torch.testing.assert_close(found, expected)
+    both = (torch.autograd.grad(one.sin().sum(), (q, k, v)) for one in (found, expected))
+    for got, wanted in zip(*both, strict=True):
+        torch.testing.assert_close(got, wanted)
+    if cap is not None:
+        last = attention.attend_capped(q[:, :, -2:], k, v, window, cap)
+        torch.testing.assert_close(last, expected[:, :, -2:])
 
 
 def test_messages_between_stages_are_batched(monkeypatch):

@@ -75,7 +75,7 @@ def test_attention_has_every_number_of_parts_that_a_batch_has(tmp_path, monkeypa
     kv_heads, block_size = layer.config.num_kv_heads, first_launches.GPU_BLOCK
     monkeypatch.setattr(first_launches, "processors", lambda device: 132)
 
-    def attend(query, keys, values, tables, lengths, *, window, num_parts):
+    def attend(query, keys, values, tables, lengths, *, window, cap, num_parts):
         assert (
             keys.shape == (1, kv_heads, block_size, layer.config.head_dim)
             and int(lengths) == 1
@@ -117,9 +117,9 @@ def test_a_pass_has_each_kind_of_layer_that_a_stage_has(sliding, stage, windows,
     assert windows_of(part) == windows
     seen, attend = [], Packed.attend
 
-    def spied(self, layer, q, k, v, window):
+    def spied(self, layer, q, k, v, window, cap):
         seen.append(window)
-        return attend(self, layer, q, k, v, window)
+        return attend(self, layer, q, k, v, window, cap)
 
     monkeypatch.setattr(Packed, "attend", spied)
     token_11 = torch.zeros(1, 1, dtype=torch.int64)

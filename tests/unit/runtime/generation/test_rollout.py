@@ -29,7 +29,10 @@ SHAPES = {
         "expert_size": 20,
         "norm_topk": True,
     },
-    "window": {"model_type": "mistral", "sliding_window": 5, "sliding_layers": (0, 1)},
+    "window": {
+        **{"model_type": "mistral", "sliding_window": 5, "sliding_layers": (0, 1)},
+        **{"attention_cap": 2.0, "logits_cap": 3.0},
+    },
 }
 # Nats per token, with about ten times the largest difference found here: 3.1e-6 in float32, 0.045 in bfloat16 and, as
 # logprobs are stored in float32, 2.8e-7 in float64. (The models are wild: with the usual initial weights, std 0.02, it
