@@ -273,17 +273,22 @@ def _starts(survival: np.ndarray, rows: float, places: int, step: float) -> tupl
     settled = 1.0 / float(survival.sum())
     starts, at, done, cells, hit = np.zeros(2 * size), size, 1.0, 0, 0.0
     starts[size - 1] = done
+
+    def hit_in(chances: np.ndarray, end: int) -> float:
+        together = _cut(survival, np.arange(end - len(chances), end) + 1)
+        return float(_hit(chances, together, places, step).sum())
+
     while rows - done > SMALL * rows:
         if at == 2 * size:
+            hit += hit_in(starts[size:], cells)
             starts[:size], at = starts[size:], size
             if abs(starts[:size] - settled).max() < SETTLED * settled:
                 skipped = max(0, int((rows - done) / settled) - 1)
                 done, cells = done + skipped * settled, cells + skipped
-                hit += skipped * float(_hit(np.array([settled]), 0.0, places, step)[0])
+                hit += skipped * hit_in(np.array([settled]), cells)
         starts[at] = min(float(mass @ starts[at - size : at]), rows - done)
         done, at, cells = done + float(starts[at]), at + 1, cells + 1
-        hit += float(_hit(starts[at - 1 : at], _cut(survival, np.array([cells])), places, step)[0])
-    return starts[at - size : at], hit, cells
+    return starts[at - size : at], hit + hit_in(starts[size:at], cells), cells
 
 
 def _cut(survival: np.ndarray, cells: np.ndarray) -> np.ndarray:
