@@ -52,7 +52,7 @@ FAMILIES = {
     "olmo3": {"sliding_window": 4, "num_hidden_layers": 5, "pad_token_id": 0},
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "attn_logit_softcapping": 2.0},
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "num_hidden_layers": 7},
-    "gpt_neox": {"num_key_value_heads": 4, "rotary_pct": 0.5, "pad_token_id": 0},
+    "gpt_neox": {"num_key_value_heads": 4, "rotary_pct": 0.5, "pad_token_id": 0, "hidden_act": "gelu_fast"},
     "starcoder2": {"sliding_window": 6},
     "gpt2": {"num_key_value_heads": 4, "n_inner": None, "pad_token_id": 0},
     "opt": {"num_key_value_heads": 4, "ffn_dim": 52, "pad_token_id": 0, "eos_token_id": 3},
