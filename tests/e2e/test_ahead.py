@@ -83,6 +83,7 @@ def test_a_run_that_has_ended_begins_with_a_prologue(whole):
     assert rows(run)[:3] == rows(whole) and rows(run)[3]["lag_max_abs"] <= 1e-4
 
 
+@pytest.mark.slow
 def test_sigterm_saves_the_batch_in_flight(tmp_path):
     """The step ends, and the resumed run trains what it has drawn, to the bits of an undisturbed run."""
     options = [*BASE, *SMALL, "checkpoint.every=0"]

@@ -54,6 +54,7 @@ def test_training_begins_while_generation_goes_on(timeline):
             assert min(span.end_s for span in trained) > generated_s
 
 
+@pytest.mark.slow
 def test_generation_goes_on_while_the_critic_trains(warm, tmp_path):
     """In a chain of iterations, by separation; and the actor trains before the last mini-batch is generated."""
     words = ["train", "--preset", "tiny", "--strategy", "separation", *OPTIONS, "strategy.chain=true"]

@@ -217,8 +217,17 @@ CASES = {
 
 
 CHUNKS = {"plain": 1, "banned": 3, "kept": 1, "known": 3, "known and kept": 1}  # in `make test`
+QUICK = {  # shape -> cases there
+    "biases": ("plain", "known and kept"),
+    "tied": ("banned", "known"),
+    "window": ("known and kept",),
+    "beside each other": ("plain",),
+    "learned positions": ("banned",),
+    "three heads": ("known",),
+}
 CASES_OF_CHUNKS = [
-    pytest.param(case, num, marks=[] if num == CHUNKS[case] and case != "kept" else pytest.mark.slow)
+    pytest.param(name, case, num, marks=[] if num == CHUNKS[case] and case in QUICK[name] else pytest.mark.slow)
+    for name in SHAPES
     for case in CASES
     for num in (1, 3)
 ]
@@ -231,8 +240,7 @@ def cut_vocabulary(monkeypatch, num_chunks: int) -> None:
             monkeypatch.setattr(token_logprobs, constant, value)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize(("case", "num_chunks"), CASES_OF_CHUNKS)
+@pytest.mark.parametrize(("name", "case", "num_chunks"), CASES_OF_CHUNKS)
 def test_logprobs_and_gradients(team, name, case, num_chunks, monkeypatch):
     fits(team, name)
     if not team.inside:

@@ -109,7 +109,8 @@ def test_every_kernel_test_that_takes_a_device_is_run():
     assert found == set(checks.KERNEL_TESTS)
 
 
-@pytest.mark.parametrize("num_processors", [132, pytest.param(148, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processors", [132, 148])
 def test_steady_meets_all_kernels_in_its_first_iterations(num_processors, monkeypatch):
     """The number of parts of a row's attention is a constant of the kernel, and follows rows and longest sequence."""
     made: list[dict] = []

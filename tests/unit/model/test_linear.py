@@ -196,8 +196,9 @@ def test_copies_of_factors_are_counted():
 SOME = ("k_proj", "o_proj")  # whose copies are joined with those of q and v
 
 
-@pytest.mark.parametrize("targets", [Adapters(1, 1.0).targets, SOME], ids=["all", "some"])
-@pytest.mark.parametrize("packs", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize(
+    ("packs", "targets"), [(False, Adapters(1, 1.0).targets), (True, SOME)], ids=["plain, all", "packed, some"]
+)
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_joined_copies_are_a_model_with_these_weights(name, dtype, packs, targets):
     """The same tokens and logprobs; and after any number of iterations the base has the bits that it had."""
