@@ -190,12 +190,6 @@ def is_alive(process: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("status", [0, 1, 2, 130])
-def test_streams_and_status_pass_through(status):
-    found = run(f"print(sys.stdin.read().upper())\nprint('e', file=sys.stderr)\nsys.exit({status})", stdin="abc")
-    assert (found.returncode, found.stdout, found.stderr) == (status, "ABC\n", "e\n")
-
-
 def test_a_fatal_signal_is_told_with_its_place():
     found = run(
         "record.describe(rank=2, size=4, host='a-host', num_instructions=9)\n"
@@ -229,13 +223,6 @@ def test_who_has_not_met_the_others_has_the_launchers_number(launched, name):
     assert f"{name} (host " in stderr and "was ended by SIGKILL before it had joined the other ranks" in stderr, stderr
 
 
-@pytest.mark.parametrize(("status", "told"), [(0, 1), (3, 3)])
-def test_an_exit_that_says_nothing_is_told(status, told):
-    found = run(f"record.describe(rank=1, size=2, host='a-host')\nos._exit({status})")
-    assert found.returncode == told and found.stderr.count(PREFIX) == 1
-    assert "rank 1 of 2 (host a-host, process " in found.stderr and f"exited with {status}" in found.stderr
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signals_are_passed_on(number):
     process, _ = start(
@@ -263,12 +250,6 @@ def test_a_stop_is_no_signal():
     process.send_signal(signal.SIGUSR1)
     told = process.communicate(timeout=LIMIT_S)[0]
     assert told == f"Received(number={signal.SIGUSR1:d}, code=0, process={os.getpid()})\n"
-
-
-def test_a_signal_that_was_asked_for_is_no_news():
-    process, _ = start("time.sleep(60)")
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=LIMIT_S) == ("", "") and process.returncode == 128 + signal.SIGTERM
 
 
 def test_a_signal_of_one_rank_alone_is_told():

@@ -78,14 +78,6 @@ def test_messages_of_any_length_and_unequal_ones(world, length):
     assert world.bcast("y" * length if world.rank == root else None, root=root) == "y" * length
 
 
-def test_many_messages_stay_in_order(world):
-    for number in range(50):
-        assert world.allgather(number * world.size + world.rank) == [
-            number * world.size + rank for rank in range(world.size)
-        ]
-        world.barrier()
-
-
 def test_barrier_waits_for_all(world):
     world.barrier()
     start = time.monotonic()
@@ -162,12 +154,6 @@ def leave(world, block, capfd):
     with pytest.raises(SystemExit) as caught, world.together("reading the configuration"):
         block(world.rank)
     return caught.value.code, world.allgather(capfd.readouterr().err)
-
-
-def test_together_passes_when_all_is_well(world):
-    for _ in range(3):
-        with world.together("reading the configuration"):
-            pass
 
 
 def test_a_mistake_on_all_ranks_is_one_message(world, capfd, no_end):
@@ -258,17 +244,6 @@ def test_stragglers_of_a_torch_collective(world):
     world.progress("iteration 8: all_reduce", 8, 2)
     world.barrier()
     assert world.stragglers(needs, 7) == {}  # who has gone on is not late
-
-
-@pytest.mark.timed
-def test_progress_is_cheap(world):
-    seconds = []
-    for number in range(30):
-        start = time.perf_counter()
-        for _ in range(20):
-            world.progress(f"iteration {number}: train actor, micro-batch 3 of 8")
-        seconds.append((time.perf_counter() - start) / 20)
-    assert min(seconds) < 60e-6
 
 
 def test_an_end_that_looks_like_success_is_an_error():

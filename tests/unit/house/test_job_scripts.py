@@ -12,36 +12,6 @@ from bench.forecast.suites import SUITES
 
 FOLDER = Path(__file__).parents[3] / "slurm"
 SCRIPTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(FOLDER.iterdir())}
-SITE_OPTIONS = (
-    "--partition",
-    "--account",
-    "--qos",
-    "--constraint",
-    "--gres",
-    "--gpus",
-    "--nodelist",
-    "--time",
-    "--mail",
-)
-OF_A_JOB = {"RLHF_SPMD_RUN"}  # given with one job, documented in its script
-
-
-def code(name):
-    return [line for line in SCRIPTS[name].splitlines() if line.startswith("#SBATCH") or not line.startswith("#")]
-
-
-def test_only_env_knows_the_site():
-    assert {"env.sh", "launch.sh", "stages.sh", "measure.sh", "train.sbatch", "bench.sbatch", "test.sbatch"} == set(
-        SCRIPTS
-    )
-    known = set(re.findall(r"^: .*", SCRIPTS["env.sh"], re.MULTILINE))
-    variables = set(re.findall(r"\w+(?=:=)", " ".join(known)))
-    variables |= {"RLHF_SPMD_SLURM"}  # the folder of the scripts, not a setting
-    assert {"RLHF_SPMD_LAUNCHER", "RLHF_SPMD_VENV", "SBATCH_PARTITION"} <= variables
-    for name in SCRIPTS:
-        text = "\n".join(code(name))
-        assert set(re.findall(r"RLHF_SPMD_\w+", text)) <= variables | OF_A_JOB, name
-        assert not [option for option in SITE_OPTIONS if option in text], name
 
 
 def test_every_bench_of_the_array_exists():

@@ -417,15 +417,6 @@ assert not any(name.split(".")[0] in ("transformers", "accelerate", "deepspeed")
     assert float(done.stdout) < 0.2
 
 
-def test_gguf_says_what_is_missing(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"none\.gguf does not exist"):
-        hf.convert_gguf(tmp_path / "none.gguf", tmp_path / "out")
-    (tmp_path / "some.gguf").write_bytes(b"GGUF")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match="pip install gguf accelerate"):
-        hf.convert_gguf(tmp_path / "some.gguf", tmp_path / "out")
-
-
 def test_a_state_gathered_elsewhere_is_saved(tmp_path):
     config = from_hf({"model_type": "llama", **SMALL})
     model = Transformer(config, head="lm", seed=5)

@@ -115,17 +115,6 @@ def test_plain_conversations_are_never_refused_nor_noted(folder, tmp_path):
             assert "Xuser" in text and not notes, (name, road, notes)
 
 
-def test_one_conversation_is_tried_for_each_kind_of_message(folder, monkeypatch):
-    made = ChatTemplate(folder, str(HERE / "qwen3_kept.jinja"), started=STARTED)
-    rendered = []
-    monkeypatch.setattr(made, "render", lambda *args, **more: rendered.append(args) or str(args))
-    for number in range(20):
-        made.check("here", [ASK, ANSWER, ASK, ANSWER] + [ASK, ANSWER] * (number % 5), 1)
-    assert len(rendered) == 1
-    made.check("here", [ASK, ANSWER, ASK, told("assistant") | {"content": "<think>Xthought</think>"}], 1)
-    assert len(rendered) == 2
-
-
 def test_numbers_of_calls_are_no_words_and_tools_that_are_not_written_are_told(folder, tmp_path):
     asked = [ASK, told("assistant", tool_calls=[CALL | {"index": 0}])]
     tools = [{"type": "function", "function": {"name": "fcall"}}]

@@ -189,28 +189,6 @@ def test_a_tool_without_types_or_docstring_is_refused(name, why):
         only(f"functions.py:{name}").schemas(tool_schema)
 
 
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [
-        ("return 'a', 1.0", r"step\(\) gave .* \(tuple\): return \(observation, reward, done\)"),
-        ("return 'a', 'nan', False", r"step\(\) gave .* \(tuple\)"),
-        ("return 'a', 1.0, None", r"step\(\) gave .* a bool"),
-        ("return [{'role': 'assistant', 'content': 'a'}], 1.0, False", r"step\(\) gave .* a text or messages"),
-        ("return [{'role': 'user', 'content': 'a', 'w': {1}}], 1.0, False", r"step\(\) gave"),
-    ],
-)
-def test_a_result_of_another_form_is_one_message(source, why, tmp_path):
-    text = f"class E:\n    def reset(self): return 3\n    def step(self, text):\n        {source}\n"
-    (tmp_path / "e.py").write_text(text, encoding="utf-8")
-    environment = only(f"{tmp_path}/e.py:E")
-    with pytest.raises(UserError, match=r"reset\(\) gave .3. \(int\): return a text"):
-        begun(environment)
-    episode = environment.make()
-    episode.object = episode.make()
-    with pytest.raises(UserError, match=why):
-        asyncio.run(episode.step("a"))
-
-
 TOOL = '''
 import asyncio
 

@@ -21,14 +21,6 @@ def test_a_working_folder_that_is_gone(monkeypatch):
         surroundings.check_folder()
 
 
-def test_a_working_folder_that_a_node_does_not_see(tmp_path):
-    here, inode = surroundings.check_folder()
-    seen = [(here, inode), ("/another/path", inode), (str(tmp_path), inode + 1)]
-    surroundings.check_common_folder(seen)
-    with pytest.raises(UserError, match=f"does not see the working folder /nope of other ranks, and works in {here}: "):
-        surroundings.check_common_folder([*seen, ["/nope", inode + 1]])
-
-
 def test_the_limit_of_open_files_is_raised_or_named(monkeypatch):
     limits = []
     monkeypatch.setattr("psutil.Process.num_fds", lambda _: 30)

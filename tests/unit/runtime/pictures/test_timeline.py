@@ -1,9 +1,7 @@
 """Timelines: the picture shows what the spans say."""
 
 from rlhf_spmd.runtime.pictures import picture
-from rlhf_spmd.runtime.pictures.palette import styles_of
-from rlhf_spmd.runtime.pictures.picture import Picture
-from rlhf_spmd.runtime.pictures.timeline import LANE_INCH, LEFT, RIGHT, Panel, add_stack, write_png
+from rlhf_spmd.runtime.pictures.timeline import LANE_INCH, LEFT, RIGHT, write_png
 from tests.programs import make_workload
 from tests.unit.runtime.world.test_trace import record, two_ranks
 
@@ -87,20 +85,6 @@ def test_iterations_that_overlap_are_named_in_their_spans(tmp_path, monkeypatch)
 def test_picture_of_the_last_iteration(tmp_path, monkeypatch):
     texts = drawn_texts(monkeypatch, tmp_path / "t.png", two_ranks(), title="t", num_iterations=1)
     assert "iteration 2: 1 s, ranks busy 100%" in texts and "actor train" not in texts
-
-
-def test_a_stack_has_one_axis(tmp_path):
-    one = [record(0, ("actor_generate", "compute", 0, 1, 4), ("x", "wait", 1, 2, 4))]
-    other = [record(0, ("actor_generate", "compute", 0, 3, 9), ("critic_train", "compute", 3, 4, 9))]
-    stack = Picture()
-    add_stack(stack, [Panel("one", one, "a note"), Panel("other", other)], styles=styles_of(WORKFLOW))
-    figure = stack.draw()
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["actor generate", "critic train", "waiting for other ranks", "idle"]
-    limits = [axes.get_xlim() for axes in figure.axes]
-    assert [last - first for first, last in limits] == [4.0] * 3
-    words = [text.get_text() for text in figure.texts]
-    assert "iteration 5: 2 s, ranks busy 50%, a note" in words and "iteration 10: 4 s, ranks busy 100%" in words
 
 
 def test_idle_waiting_training_and_other_work_look_different(tmp_path):

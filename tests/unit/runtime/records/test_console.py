@@ -97,17 +97,3 @@ def test_no_line_of_the_table_is_longer_than_80_columns(page, monkeypatch):
         shown = [known[name].column for name in columns if f" {known[name].column}" in heading]
         assert width == 80 or len(shown) == len(columns), heading
         assert shown and "left" in heading and "7654321/7654321" in lines[-1]
-
-
-def test_the_time_that_is_left(monkeypatch):
-    clock = iter([100.0, 110.0, 130.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    stream = io.StringIO()
-    console = Console(METRICS, ["reward"], stream=stream)
-    for number in (1, 2, 3):
-        console.iteration(number, 403, {"reward": 0.0, "iteration_s": 5.0})
-    assert [line.split()[2:] for line in stream.getvalue().splitlines()[1:]] == [
-        ["34", "min"],
-        ["67", "min"],
-        ["1.7", "h"],
-    ]

@@ -6,10 +6,9 @@ import textwrap
 import numpy as np
 import pytest
 
-from rlhf_spmd import rewards
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function, source_file
-from rlhf_spmd.runtime.rewards.styles import Scored, bind
+from rlhf_spmd.runtime.rewards.styles import bind
 
 PROMPTS, RESPONSES = ["a", "b", "c"], ["x", "yy", "zzz"]
 
@@ -179,24 +178,3 @@ def test_the_line_is_the_users_even_if_a_library_raised(tmp_path):
     )
     reward = load_reward_function(f"{path}:reward")
     refusal(lambda: reward(PROMPTS, ["1", "{", "2"]), "JSONDecodeError", "mine.py, line 3: return")
-
-
-# ---- ready-made
-
-
-def test_vader_positive(monkeypatch):
-    pytest.importorskip("vaderSentiment")
-    reward = load_reward_function("rlhf_spmd.rewards:vader_positive")
-    good, bad, none = reward(["The film was"] * 3, [" wonderful, I loved it!", " awful.", ""])
-    assert good > 0.5 and bad < -0.2 and none == 0.0
-    rewards._vader.cache_clear()
-    monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
-    refusal(lambda: reward(["a"], ["b"]), "pip install vaderSentiment")
-
-
-def test_numbers_beyond_floats():
-    function = RewardFunction("m:f", bind(lambda responses: {"scores": [1.0], "big": [10**400]}))
-    assert function.score(Scored(["p"], ["r"])) == ([1.0], {})
-    function = RewardFunction("m:f", bind(lambda responses: [10**5000]))
-    with pytest.raises(UserError, match="returned a number of thousands of digits for response .* finite number"):
-        function.score(Scored(["p"], ["r"]))

@@ -221,15 +221,6 @@ def test_a_function_that_cannot_get_the_response_is_refused_with_the_accepted_na
     assert all(word in text for word in (*words, "responses, completions (as in TRL), solution_str (verl)")), text
 
 
-def test_other_functions_that_cannot_be_called_by_names():
-    assert "missing a required argument: 'prompts'" in refused(lambda prompts, /, responses: 1)
-    both = "several of its parameters receive the response (responses, completions): keep one"
-    assert both in refused(lambda responses, completions: 1) and both in refused(lambda responses=0, completions=0: 1)
-    assert bind(lambda completions, responses=None: 1, ["responses"]).columns == ("responses",)
-    assert "asks for prompt, " in (text := refused(lambda responses, prompt: 1)) and "mean 'prompts'?" in text
-    assert bind(lambda responses, anything: 1, None).columns == ("anything",)  # columns that are not known
-
-
 def test_calls_of_an_async_function_run_concurrently():
     """Each waits until all have begun: one after the other, the first would wait for ever."""
     begun = []
@@ -266,20 +257,6 @@ def test_the_prompt_is_what_the_model_has_read():
     ):
         scores(trl, Scored(["text"], ["4"], [[4]], [columns], key=key))
         assert SEEN[-1][0] == [expected] and isinstance(SEEN[-1][1][0], list) == isinstance(expected, list)
-
-
-def test_what_an_async_function_keeps_belongs_to_the_loop_of_all_calls():
-    lock = asyncio.Semaphore(1)
-
-    async def one_at_a_time(responses):
-        async def score(text):
-            async with lock:
-                await asyncio.sleep(0)
-                return float(len(text))
-
-        return await asyncio.gather(*map(score, responses))
-
-    assert scores(one_at_a_time) == scores(one_at_a_time) == [1.0, 2.0, 1.0]
 
 
 def test_further_numbers_are_for_the_log():

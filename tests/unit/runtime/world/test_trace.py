@@ -71,20 +71,6 @@ def test_spans_carry_names_iterations_and_wall_clock_times():
     assert [row[0] for row in recorder.to_records([0, 7])["spans"]] == ["responses", "actor_generate", "weights"]
 
 
-@pytest.mark.timed
-def test_a_span_costs_microseconds_and_memory_is_bounded():
-    recorder = Tracer(max_spans=1000)
-    costs = []
-    for _ in range(5):
-        start = time.process_time()
-        for _ in range(2000):
-            with recorder.span("actor_generate", tokens=5):
-                pass
-        costs.append((time.process_time() - start) / 2000)
-    assert min(costs) < 25e-6  # 1 to 3 on an idle machine
-    assert len(recorder.to_records()["spans"]) == 1000
-
-
 class Queue:
     """A device that works off a queue behind the host's back; its marks know their time when it has come to them."""
 
