@@ -26,7 +26,7 @@ from rlhf_spmd.model.config import naming
 from rlhf_spmd.pages.named_objects import load_named
 from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.runtime.data.readers import no_column
-from rlhf_spmd.runtime.environments.agents import CLIENT, AgentSession, is_agent
+from rlhf_spmd.runtime.environments.agents import CLIENT, AgentSession, is_agent, no_endpoint
 from rlhf_spmd.runtime.environments.native import BY_NAME, FunctionSession, ObjectSession, Session
 from rlhf_spmd.runtime.environments.others import (
     OpenRLHFSession,
@@ -80,7 +80,8 @@ def load_environments(spec: str, columns: Sequence[str] | None = None) -> dict[s
     with naming(f"environment {spec!r}"):
         if spec.endswith((".yaml", ".yml")):
             return {"": _of_verl(spec, verl_tools(spec))}
-        named = load_named(spec, "Name")
+        with no_endpoint():
+            named = load_named(spec, "Name")
         if not isinstance(named, Mapping):
             return {"": _recognised(spec, named, columns)}
         if columns is not None and CHOICE not in columns:

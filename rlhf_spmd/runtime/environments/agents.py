@@ -11,7 +11,9 @@ sends when its connection broke, gets the same answer.
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,6 +35,7 @@ CLIENT = "client"  # the parameter by which a function is known as an agent
 OVER = "context_length_exceeded", "a limit has ended this episode"
 CHANGED = "context_changed"
 MOST_REFUSED = 100  # requests of an episode: an agent may try again without an end
+VARIABLES = {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1", "OPENAI_API_KEY": "none"}
 READ = {"messages", "tools", "model", "stream", "stream_options"}  # parts of a request
 IGNORED = {"user", "metadata", "store", "service_tier", "timeout", "prompt_cache_key", "safety_identifier"}
 # what may be said, because it changes nothing
@@ -284,6 +287,18 @@ class AgentSession(Session):
         added = self.conversation.added(body.get("messages") or [], body.get("tools") or None)
         self.waiting = Request(body, added, asyncio.get_running_loop().create_future())
         self.events.put_nowait(self.waiting)
+
+
+@contextmanager
+def no_endpoint() -> Iterator[None]:
+    """Sets the variables without which OpenAI's client cannot be made, while a file is imported where nobody asks."""
+    missing = VARIABLES.keys() - os.environ.keys()
+    os.environ.update({name: VARIABLES[name] for name in missing})
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def is_agent(function: Any) -> bool:

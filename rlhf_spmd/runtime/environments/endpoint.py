@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import secrets
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
@@ -40,23 +41,26 @@ class Endpoint:
     """The agents of a worker by the keys of their episodes."""
 
     def __init__(self, drawing: Mapping[str, Any]):
-        """drawing: see refused_option."""
-        self.drawing = drawing
-        self.base_url = ""
-        self._sessions: dict[str, AgentSession] = {}
-        self._keys: dict[AgentSession, str] = {}
-        self._first: Any = None  # client of the package openai
+        """Binds a port, and tells it to clients of this process, also those that are made when a file is imported.
 
-    async def open(self) -> None:
-        """Binds a port, and tells the clients of this process."""
-        server = await asyncio.start_server(self._serve, HOST, 0, limit=MOST_HEAD)
-        self.base_url = f"http://{HOST}:{server.sockets[0].getsockname()[1]}/v1"
+        drawing: see refused_option.
+        """
+        self.drawing = drawing
+        self._socket = socket.create_server((HOST, 0))
+        self.base_url = f"http://{HOST}:{self._socket.getsockname()[1]}/v1"
         os.environ |= {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": secrets.token_urlsafe(24)}
         for name in CLIENTS:
             with suppress(ImportError):
                 library = import_module(name)
                 for kind in (library.Client, library.AsyncClient):
                     kind.send = self._with_key(kind.send)
+        self._sessions: dict[str, AgentSession] = {}
+        self._keys: dict[AgentSession, str] = {}
+        self._first: Any = None  # client of the package openai
+
+    async def open(self) -> None:
+        """Answers requests from now on."""
+        await asyncio.start_server(self._serve, sock=self._socket, limit=MOST_HEAD)
 
     def _with_key(self, send: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(send)

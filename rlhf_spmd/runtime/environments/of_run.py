@@ -1,7 +1,6 @@
 """The environments of a run on one rank: read once, and asked for the episodes of each generate call."""
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal
 
 from rlhf_spmd.model.hf import tool_schema
@@ -33,7 +32,7 @@ class RunEnvironments:
         seed: int,
         on_failure: Literal["stop", "drop_group"] = "stop",
         form: str = "",
-        drawing: Mapping[str, Any] = MappingProxyType({}),
+        drawing: Mapping[str, Any] | None = None,
         beat: Callable[[], None] = lambda: None,
     ):
         """Loads the environments of a run. Raises UserError for an environment, a tool or a template that cannot be
@@ -45,11 +44,12 @@ class RunEnvironments:
         drawing: how the model draws, for agents.
         beat: see WorkerPool.
         """
-        self.drawing = drawing
         self.spec, self.columns, self.num_workers, self.limits = spec, list(columns), num_workers, limits
         self.seed, self.key, self.on_failure, self.beat = seed, key, on_failure, beat
         self.run = ""  # its name, for the ids of episodes
         self.environments = load_environments(spec, columns)
+        has_agents = any(one.speaks == "agent" for one in self.environments.values())
+        self.drawing = drawing if has_agents else None
         self.renderers = {
             name: renderer_of(environment, tokenizer, render, stops, template=template, describe=tool_schema, form=form)
             for name, environment in self.environments.items()

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import Any
 
 from rlhf_spmd.errors import UserError
@@ -39,16 +38,16 @@ def environment_workers(
     columns: Sequence[str],
     *,
     num: int,
-    drawing: Mapping[str, Any] = MappingProxyType({}),
+    drawing: Mapping[str, Any] | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> WorkerPool:
     """Starts workers for environments. Raises UserError if one cannot load them.
 
     spec, columns: as in load_environments.
-    drawing: how the model draws, for agents.
+    drawing: how the model draws, for agents; None: there are none.
     beat: see WorkerPool.
     """
-    opening = {"environment": spec, "columns": list(columns), "drawing": dict(drawing)}
+    opening = {"environment": spec, "columns": list(columns), "drawing": drawing}
     how: dict[str, Any] = {"name": f"environment {spec}", "option": "environment_workers"}
     return WorkerPool(serve, opening, num=num, grace_s=GRACE_S, beat=beat, **how)
 
@@ -63,10 +62,10 @@ def serve(link: Link, opening: Mapping[str, Any]) -> None:
 class Server:
     """The episodes of a worker."""
 
-    def __init__(self, link: Link, spec: str, columns: Sequence[str], drawing: Mapping[str, Any]):
+    def __init__(self, link: Link, spec: str, columns: Sequence[str], drawing: Mapping[str, Any] | None):
         """Raises UserError, as load_environments."""
+        self.endpoint = None if drawing is None else Endpoint(drawing)
         self.link, self.environments = link, load_environments(spec, columns)
-        self.endpoint = Endpoint(drawing)  # which is open only for agents
         self.sessions: dict[int, Session] = {}
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -74,7 +73,7 @@ class Server:
         """Answers until the rank closes the connection."""
         loop, is_over = asyncio.get_running_loop(), asyncio.Event()
         loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS))
-        if any(environment.speaks == "agent" for environment in self.environments.values()):
+        if self.endpoint is not None:
             await self.endpoint.open()
 
         def begin(message: dict[str, Any]) -> None:
@@ -114,6 +113,7 @@ class Server:
         if do == "begin":
             session = environment.make()
             if isinstance(session, AgentSession):
+                assert self.endpoint is not None
                 session.home = self.endpoint
             opening = await session.begin(Start(**message["start"]))
             self.sessions[key] = session

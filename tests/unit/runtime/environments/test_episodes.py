@@ -56,7 +56,8 @@ def world(folder):
     def world(spec: str, rows: list[Row], *, name="chatml", num=2, limits=None, **more) -> Episodes:
         spec = spec if spec.startswith("/") else f"{FILES}/{spec}"
         if (spec, num) not in pools:
-            pools[spec, num] = environment_workers(spec, [*rows[0].columns], num=num)
+            how = {"drawing": {"max_new_tokens": 64}} if "agents.py" in spec else {}
+            pools[spec, num] = environment_workers(spec, [*rows[0].columns], num=num, **how)
         template, tokenizer = ChatTemplate(folder, str(HERE / f"{name}.jinja"), started=STARTED), load_tokenizer(folder)
         stops, found = [tokenizer.vocabulary()[ENDS[name]]], load_environments(spec)
         how = {"template": name, "describe": tool_schema}
