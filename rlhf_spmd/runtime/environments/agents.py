@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.turns import tool_call
@@ -74,7 +74,8 @@ class Conversation:
         """Appends the messages of a request that are new, and returns them. Raises Refused if the request does not
         extend the conversation."""
         asked, num = list(map(plain, messages)), len(self.messages)
-        names = {call["id"]: call["function"]["name"] for one in asked for call in one.get("tool_calls", ())}
+        calls = [call for message in asked for call in message.get("tool_calls", ())]
+        names = {call["id"]: call["function"]["name"] for call in calls}
         for message in asked:
             if message["role"] == "tool":
                 message["name"] = names.get(message["tool_call_id"], "unknown")
@@ -107,8 +108,8 @@ def plain(message: Mapping[str, Any]) -> Message:
         kept: Message = {"role": {"developer": "system"}.get(role, role), "content": content}
         if role == "assistant":
             kept["content"] = content.strip()
-            calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
-            said = [tool_call(one["name"], json.loads(one["arguments"] or "{}"), number) for number, one in calls]
+            calls = [(call["function"], call["id"]) for call in message.get("tool_calls") or ()]
+            said = [tool_call(call["name"], json.loads(call["arguments"] or "{}"), name) for call, name in calls]
             kept |= {"tool_calls": said} if said else {}
         if role == "tool":
             kept["tool_call_id"] = message["tool_call_id"]
@@ -134,12 +135,12 @@ def refused_option(body: Mapping[str, Any], drawing: Mapping[str, Any]) -> str:
                 continue
             return f"{name}={value}: generation.max_new_tokens={drawing['max_new_tokens']} is the limit; leave it out"
         if name in drawing:
-            own = drawing[name]
-            if value == own or (name == "stop" and [value] == own):
+            now = drawing[name]
+            if value == now or (name == "stop" and [value] == now):
                 continue
             return (
                 f"{name}={value!r}, which would change the policy that is trained: leave it out, or give "
-                f"generation.{name} (now {own})"
+                f"generation.{name} (now {now})"
             )
         if name not in NEUTRAL or value != NEUTRAL[name]:
             return f"{name}={value!r}, which would change what the model draws, or is not offered: leave it out"
@@ -155,22 +156,13 @@ class Request:
     answer: asyncio.Future[dict[str, Any]]
 
 
-class Home(Protocol):
-    """Where agents live: what gives a session its client."""
-
-    drawing: Mapping[str, Any]
-
-    def enter(self, session: "AgentSession") -> Any:
-        """Returns the client of a session that begins; what runs in this context is the session's."""
-
-    def leave(self, session: "AgentSession") -> None:
-        """Forgets a session."""
-
-
 class AgentSession(Session):
-    """An agent, which runs as a task of its own between its requests."""
+    """An agent, which runs as a task of its own between its requests.
 
-    home: Home
+    home: its endpoint.Endpoint, which gives it a client.
+    """
+
+    home: Any
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -327,13 +319,13 @@ def completion(said: Mapping[str, Any], body: Mapping[str, Any], name: str) -> d
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": said["finish_reason"]}
     num_prompt, num_drawn = said["num_prompt"], said["num_drawn"]
     usage = {"prompt_tokens": num_prompt, "completion_tokens": num_drawn, "total_tokens": num_prompt + num_drawn}
-    found = {
+    about = {
         "id": f"chatcmpl-{name}",
         "object": "chat.completion",
         "created": 0,
         "model": body.get("model") or "policy",
     }
-    return found | {"choices": [choice], "usage": usage}
+    return about | {"choices": [choice], "usage": usage}
 
 
 def chunks(answer: Mapping[str, Any], body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -343,11 +335,10 @@ def chunks(answer: Mapping[str, Any], body: Mapping[str, Any]) -> list[dict[str,
     delta = choice["message"] | {}
     if calls := delta.pop("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    parts = [(delta, None), ({}, choice["finish_reason"])]
-    found = [
+    pieces = [
         about | {"choices": [{"index": 0, "delta": part, "logprobs": None, "finish_reason": reason}]}
-        for part, reason in parts
+        for part, reason in ((delta, None), ({}, choice["finish_reason"]))
     ]
     if (body.get("stream_options") or {}).get("include_usage"):
-        found.append(about | {"choices": [], "usage": answer["usage"]})
-    return found
+        pieces.append(about | {"choices": [], "usage": answer["usage"]})
+    return pieces

@@ -22,7 +22,7 @@ from http import HTTPStatus
 from http.client import parse_headers
 from importlib import import_module
 from io import BytesIO
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from rlhf_spmd.runtime.environments.agents import AgentSession, Refused, chunks
@@ -136,35 +136,16 @@ def _error(status: int, code: str, message: str) -> tuple[int, str, str]:
 # ---- where nobody imports openai ------------------------------------------------------------------------------------
 
 
-class Said:
+class Said(SimpleNamespace):
     """A JSON object with attributes, as the package openai has them."""
 
-    def __init__(self, values: Mapping[str, Any]):
-        self._values = values
-        self.__dict__ |= {name: _as_said(value) for name, value in values.items()}
-
     def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
-        return json.loads(json.dumps(_without_none(self._values) if exclude_none else self._values))
-
-    def model_dump_json(self, **options: Any) -> str:
-        return json.dumps(self.model_dump(**options))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._values})"
+        """Returns the object as dicts and lists."""
+        return json.loads(json.dumps(self, default=vars), object_hook=_without_none if exclude_none else None)
 
 
-def _as_said(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_as_said(one) for one in value]
-    return Said(value) if isinstance(value, dict) else value
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_none(one) for one in value]
-    if isinstance(value, dict):
-        return {name: _without_none(one) for name, one in value.items() if one is not None}
-    return value
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class Client:
@@ -174,13 +155,15 @@ class Client:
         self.base_url, self.api_key, self._session = base_url, api_key, session
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create))
 
-    async def _create(self, *, extra_body: Mapping[str, Any] | None = None, **body: Any) -> Any:
+    async def _create(self, *, extra_body: Mapping[str, Any] = MappingProxyType({}), **body: Any) -> Any:
         """Answers a request. Raises Refused, whose attributes are those of openai.BadRequestError."""
-        body = json.loads(json.dumps(body | {**(extra_body or {})}, default=lambda said: said.model_dump()))
+        body = json.loads(json.dumps(body | {**extra_body}, default=vars))
         answer = await self._session.create(body)
-        return _stream(chunks(answer, body)) if body.get("stream") else Said(answer)
+        parts = chunks(answer, body) if body.get("stream") else [answer]
+        said = [json.loads(json.dumps(part), object_hook=lambda values: Said(**values)) for part in parts]
+        return _stream(said) if body.get("stream") else said[0]
 
 
-async def _stream(found: list[dict[str, Any]]) -> AsyncIterator[Said]:
-    for chunk in found:
-        yield Said(chunk)
+async def _stream(said: list[Said]) -> AsyncIterator[Said]:
+    for chunk in said:
+        yield chunk

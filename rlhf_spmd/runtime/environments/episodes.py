@@ -167,9 +167,9 @@ class Episodes:
         if state.is_of_agent:
             assert state.renderer.with_tools is not None
             state.renderer = state.renderer.with_tools(json.dumps(opening.tools))
-        found = state.renderer.prompt_ids(row.where, row.text, row.messages, opening)
-        state.num_tokens = len(found)
-        return found
+        token_ids = state.renderer.prompt_ids(row.where, row.text, row.messages, opening)
+        state.num_tokens = len(token_ids)
+        return token_ids
 
     def drew(self, row: int, token_ids: list[int]) -> None:
         """Notes that the model ended a turn of this row with these ids, the one that ends the turn included, if it drew
@@ -331,9 +331,9 @@ class Episodes:
             return "max_turns"
         if time.monotonic() >= state.until_s or (state.is_of_agent and state.num_timeouts):
             return TIMEOUT
-        found = renderer.answer_ids(drawn, calls, steps)
-        state.num_tokens += len(drawn) + len(found)
-        self._ready.append(Answer(number, tuple(found)))
+        token_ids = renderer.answer_ids(drawn, calls, steps)
+        state.num_tokens += len(drawn) + len(token_ids)
+        self._ready.append(Answer(number, tuple(token_ids)))
         return ""
 
     def _step(self, state: EpisodeState, call: Call | None, drawn: list[int]) -> Generator[Question, Reply, Step]:

@@ -48,7 +48,7 @@ class RunEnvironments:
         self.seed, self.key, self.on_failure, self.beat = seed, key, on_failure, beat
         self.run = ""  # its name, for the ids of episodes
         self.environments = load_environments(spec, columns)
-        has_agents = any(one.speaks == "agent" for one in self.environments.values())
+        has_agents = any(environment.speaks == "agent" for environment in self.environments.values())
         self.drawing = drawing if has_agents else None
         self.renderers = {
             name: renderer_of(environment, tokenizer, render, stops, template=template, describe=tool_schema, form=form)

@@ -61,10 +61,9 @@ class Renderer:
         words, calls = self.parse(drawn, is_first=turn == 1)
         if any(call.error for call in calls):
             return self.text_of(drawn), []
-        own = [str(FIRST_ID + index) for index in range(len(calls))]
-        first = FIRST_ID + turn * MOST_CALLS
+        later = turn * MOST_CALLS
         return words, [
-            replace(call, number=str(first + index)) if call.number == own[index] else call
+            replace(call, number=str(later + FIRST_ID + index)) if call.number == str(FIRST_ID + index) else call
             for index, call in enumerate(calls)
         ]
 
