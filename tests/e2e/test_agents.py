@@ -11,14 +11,14 @@ from tests.e2e.test_tools import OWN, THREE, WORDS, killed, rows, trained, weigh
 from tests.size_rules import REPOSITORY as ROOT
 
 AGENT = (*WORDS, f"environment={ROOT}/examples/agent.py:run", "reward_function=")
-SMALL = ("iterations=2", "rollout_batch=4", "mini_batch=16", "eval.prompts=")
+SMALL = ("iterations=2", "rollout_batch=2", "mini_batch=16", "eval.prompts=")
 needs_openai = pytest.mark.skipif(not importlib.util.find_spec("openai"), reason="the package openai is not installed")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("agent")
-    trained(2, *AGENT, *SMALL, "--runs", folder, "--name", "on-2", "rollouts.every=1")
+    trained(2, *AGENT, *SMALL, "--runs", folder, "--name", "on-2", "rollouts.every=1", limit_s=300.0)
     return folder / "on-2"
 
 
@@ -39,7 +39,9 @@ def test_an_agent_trains(run):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_tokens_do_not_depend_on_ranks(run, ranks):
-    trained(ranks, *AGENT, *SMALL, "--runs", run.parent, "--name", f"on-{ranks}", "environment_workers=2")
+    trained(
+        ranks, *AGENT, *SMALL, "--runs", run.parent, "--name", f"on-{ranks}", "environment_workers=2", limit_s=300.0
+    )
     assert tokens(run.with_name(f"on-{ranks}")) == tokens(run)
 
 
