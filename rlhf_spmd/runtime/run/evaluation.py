@@ -11,6 +11,7 @@ pass@k is only given where it is asked for.
 
 # M mini-batches (one), C columns, N prompts
 
+import math
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ import torch
 
 from rlhf_spmd.config.evaluation_metrics import (
     PASS,
+    STANDARD_ERROR,
     best_row,
     measure_by_source,
     metric_names,
@@ -165,6 +167,8 @@ def _measured(job: Job, sources: Sequence[str], scores: np.ndarray, before: str 
     metrics = measure_by_source(scores[kept].tolist(), [sources[prompt] for prompt in kept.tolist()], right_at)
     if not wants_passes(job.config, before) and not np.isin(scores[is_known], (0.0, 1.0)).all():
         metrics = without_passes(metrics)
+    if len(kept) > 1:
+        metrics[STANDARD_ERROR] = float(np.nanmean(scores[kept], 1).std(ddof=1)) / math.sqrt(len(kept))
     return {f"{before}{name}": value for name, value in metrics.items()}
 
 
