@@ -53,13 +53,3 @@ def test_the_stored_configuration_gives_the_same_run(first, warm):
     ]
     stored[1]["strategy"]["name"] = stored[0]["strategy"]["name"]  # each names its own copy
     assert stored[0] == stored[1]
-
-
-def test_a_dry_run_of_a_resumed_run_names_its_own_strategy(first, warm):
-    run, _ = first
-    status, stdout, stderr = warm.run(["train", "--resume", run, "--dry-run", "--show-config"])
-    assert status == 0 and f"  name: {run / 'strategy.py'}\n" in stdout, stderr
-    status, stdout, stderr = warm.run(
-        ["train", "--resume", run, "--strategy", "flattening", "--dry-run", "--show-config"]
-    )
-    assert status == 0 and "  name: flattening\n" in stdout, stderr

@@ -130,25 +130,6 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(options, tmp_path
     assert len(metrics(run)) == len(rows) - 1
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["eval.prompts=nowhere.jsonl"], "prompt file nowhere.jsonl does not exist"),
-        (["eval.prompts=HERE/empty.jsonl"], "empty.jsonl holds no prompt; add some, or drop eval.prompts"),
-        (["eval.max_new_tokens=60"], "data.max_prompt + eval.max_new_tokens = 68 tokens"),
-        (["checkpoint.best=mean@3/z"], "names x, y; choose one of several\n"),
-        (["eval.reward_function=nowhere.py:f"], "held_out.jsonl: reward function 'nowhere.py:f'"),
-    ],
-)
-def test_bad_input(words, says, options, warm, tmp_path):
-    (tmp_path / "empty.jsonl").touch()
-    words = [word.replace("HERE", str(tmp_path)) for word in words]
-    num_ranks = 2 if words[0].startswith("checkpoint.") else 0
-    status, _, stderr = warm.run(["train", *options, *words, "--runs", tmp_path], num_ranks)
-    assert status == 2 and says in stderr and stderr.count("error:") == 1 and "Traceback" not in stderr, stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"], "a run folder was left, or would be changed"
-
-
 def samples_of(run, folder: str) -> list[dict]:
     parts = sorted((run / "rollouts" / folder).glob("part-*.jsonl"))
     rows = [json.loads(line) for part in parts for line in part.read_text(encoding="utf-8").splitlines()]

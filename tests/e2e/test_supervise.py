@@ -214,15 +214,6 @@ def test_a_signal_from_somebody_is_not_the_code():
     assert "another process, or its own code, sent it" in found.stderr and "code failed" not in found.stderr
 
 
-@pytest.mark.parametrize(("launched", "name"), [({}, "rank 0 of 1"), (LAUNCHED, "rank 2 of 4")])
-def test_who_has_not_met_the_others_has_the_launchers_number(launched, name):
-    process, child = start("time.sleep(60)", **launched)
-    os.kill(child, signal.SIGKILL)
-    _, stderr = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 128 + signal.SIGKILL
-    assert f"{name} (host " in stderr and "was ended by SIGKILL before it had joined the other ranks" in stderr, stderr
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signals_are_passed_on(number):
     process, _ = start(
@@ -250,14 +241,6 @@ def test_a_stop_is_no_signal():
     process.send_signal(signal.SIGUSR1)
     told = process.communicate(timeout=LIMIT_S)[0]
     assert told == f"Received(number={signal.SIGUSR1:d}, code=0, process={os.getpid()})\n"
-
-
-def test_a_signal_of_one_rank_alone_is_told():
-    """mpiexec forwards SIGTERM and SIGINT to all ranks, which answer; it would end the others without a word."""
-    process, _ = start("time.sleep(60)", **LAUNCHED)
-    process.send_signal(signal.SIGQUIT)
-    _, stderr = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 128 + signal.SIGQUIT and stderr.count(PREFIX) == 1 and "by SIGQUIT" in stderr, stderr
 
 
 def test_a_supervisor_ends_with_its_launcher():

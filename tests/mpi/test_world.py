@@ -7,7 +7,6 @@ Ten seconds beside the start-up. Jobs that end by failing are in tests/e2e/test_
 
 import atexit
 import dataclasses
-import math
 import socket
 import time
 from datetime import timedelta
@@ -58,15 +57,6 @@ def test_discovery_is_one_picture(world):
 
 
 # Control messages
-
-
-def test_allgather_takes_odd_values(world):
-    def odd(rank):
-        return [None, True, rank, -(10**30), 1e-300, math.inf, "", "naïve \u2603 \0", {"a": {"b": []}}, [[rank]] * rank]
-
-    for _ in range(3):
-        assert world.allgather(odd(world.rank)) == [odd(rank) for rank in range(world.size)]
-    assert math.isnan(world.allgather(math.nan)[-1])
 
 
 @pytest.mark.parametrize("length", [0, 1, INLINE - 3, INLINE - 2, INLINE - 1, 5_000, 300_000])
@@ -122,20 +112,6 @@ def test_expiry_names_the_late_rank_and_what_it_did(world):
         assert text.startswith(f"the stop decision: rank {world.rank} (host {world.hosts[world.rank]}) waited ")
         assert f"rank {late} (host {world.hosts[late]}) did not arrive" in text
         assert f"rank {late} last reported: iteration 3: asleep" in text
-    settle(world, other)
-
-
-@pytest.mark.timed
-@pytest.mark.rotates
-def test_a_message_may_have_a_deadline_of_its_own(world):
-    other = second_world(world, deadline_s=50)
-    other.barrier()
-    if world.rank == 0:
-        time.sleep(3 * DEADLINE_S)
-        other.barrier()
-    else:
-        with pytest.raises(DeadlineError, match=r"rank 0 \("):
-            other.allgather(None, "a barrier", deadline_s=DEADLINE_S)
     settle(world, other)
 
 

@@ -179,18 +179,3 @@ def test_form_and_twin_agree_on_anything(data):
     for field, expected in zip(fast[1:4], twin[1:4], strict=True):
         torch.testing.assert_close(field, expected, atol=4e-6, rtol=1e-5)
     assert (fast.support_BK is None and twin.support_BK is None) or torch.equal(fast.support_BK, twin.support_BK)
-
-
-def test_drawn_frequencies():
-    """Chi-square of 20,000 draws under rules that leave five tokens."""
-    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 1.5, -3.0, 0.1])
-    num, rules = 20_000, {"top_k": 6, "top_p": 0.9, "temperature": 1.4}
-    bits_B = random_rows(num, seed=3)
-    for form in (sample, sample_ref):
-        tokens_B = form(logits.expand(num, 8), bits_B, **rules).tokens_B
-        probs_V = warped(logits[None], **rules)[0].softmax(0).double()
-        counts_V = torch.bincount(tokens_B, minlength=8).double()
-        kept_V = probs_V > 0
-        assert kept_V.sum() == 5 and not counts_V[~kept_V].any()
-        square = ((counts_V - num * probs_V).square() / (num * probs_V))[kept_V].sum()
-        assert square < 18.5  # 4 degrees of freedom, 0.1%

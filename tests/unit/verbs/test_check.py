@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -134,16 +133,6 @@ def test_mistakes_are_one_line_on_stderr(arguments, words, capsys):
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("rlhf_spmd: error: ") and err.count("\n") == 1
     assert all(word in err for word in words), err
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"], ["train", "--help"], ["convert", "-h"]])
-def test_help_needs_no_mpi(arguments, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    out = capsys.readouterr().out
-    assert end.value.code == 0 and "usage: rlhf-spmd" in out
-    for word, meaning in (("ppo.clip_ratio=0.2", "distance from 1"), ("eval.prompts=", "held-out prompts")):
-        assert bool(re.search(f"\n  {word} +{meaning}", out)) == (arguments[0] in ("check", "train"))
 
 
 @pytest.mark.parametrize(

@@ -61,18 +61,6 @@ def test_strategies_get_the_options_that_they_have():
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_refusals(capsys, tmp_path):
-    out = str(tmp_path / "a.png")
-    assert "did you mean 'flattening'?" in refusal(capsys, "flatening", "--out", out)
-    assert "does not exist" in refusal(capsys, str(tmp_path / "no.py"), "--out", out)
-    assert "unknown option 'nothing'" in refusal(capsys, "flattening", "--out", out, "strategy.nothing=1")
-    assert "give it the ending .png" in refusal(capsys, "flattening", "--out", str(tmp_path / "a.pdf"))
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    blocked = str(tmp_path / "file" / "a.png")
-    assert "can't be written" in refusal(capsys, "flattening", "--layout", "1x2", "--only", "map", "--out", blocked)
-    assert not (tmp_path / "a.png").exists()
-
-
 def test_nothing_is_overwritten_unless_told(capsys, tmp_path):
     out = tmp_path / "a.png"
     out.write_text("old", encoding="utf-8")

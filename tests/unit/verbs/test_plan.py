@@ -186,9 +186,3 @@ def test_memory_is_kept_for_evaluations(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["ok"] is True
     message = refusal(capsys, *cluster, "--method", "two_phase", words[0], "eval.max_new_tokens=700000")
     assert "that fits 1x4 was found" in message and "eval.max_new_tokens=700000, " in message
-
-
-def test_a_launcher_is_refused(capsys, monkeypatch):
-    monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setenv("PMI_RANK", "0")
-    assert "plan runs in one process, but 2 were started (PMI_SIZE)" in refusal(capsys)

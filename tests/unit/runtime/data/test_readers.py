@@ -43,15 +43,6 @@ def test_what_json_has_no_type_for_becomes_text(tmp_path):
     assert found.column_names == tuple(columns)
 
 
-def test_columns_are_those_of_all_rows(tmp_path):
-    rows = [{"prompt": "a"}, {"prompt": "b", "answer": None}, {"prompt": "c", "note": "\ud83d", "answer": 1}]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found = load_prompts(tmp_path / "p.jsonl", Words(), max_prompt_tokens=8)
-    assert found.column_names == ("answer", "note")
-    assert found.records(range(3)) == [{}, {"answer": None}, {"note": "\ud83d", "answer": 1}]
-    assert found.whole_records([0, 2]) == [{"answer": None, "note": None}, {"answer": 1, "note": "\ud83d"}]
-
-
 def test_changed_columns_change_their_fingerprint_only(tmp_path):
     def fingerprints(answers) -> tuple[str, str]:
         lines = (json.dumps({"prompt": "a", "answer": answer}) + "\n" for answer in answers)

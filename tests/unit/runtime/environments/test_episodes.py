@@ -379,13 +379,6 @@ def test_a_group_is_dropped_wherever_its_environment_breaks(world):
 
 
 @pytest.mark.timed
-def test_the_time_of_an_episode_is_over_while_its_reward_is_asked_for(world):
-    episodes = world("functions.py:SlowReward", rows_of(1), limits=Limits(episode_s=0.4))
-    _, reasons, rewards = play(episodes, scripted("a"))
-    assert reasons == ["tool_stopped"] and rewards == [[3.0]] and episodes.answers(0.5) == []
-
-
-@pytest.mark.timed
 def test_a_call_that_takes_too_long_is_answered_so_and_marks_the_run(world):
     episodes = world("functions.py:TOOLS", rows_of(1), limits=Limits(tool_s=0.3))
     (ids,), reasons, _ = play(episodes, scripted(CALL.format("nap", '{"seconds": 30}'), "no"))

@@ -82,20 +82,6 @@ def test_a_stopped_rank_is_to_blame_wherever_it_stands():
     assert found.late == (2,) and "it is stopped (SIGSTOP)" in found.text
 
 
-def test_all_inside_one_collective():
-    program = program_of(flattening)
-    train = find(program, 0, Run, call="actor_train")
-    found = diagnose([standing(program, rank, train) for rank in range(4)], WaitGraph.of(program))
-    assert found.late == () and "all ranks reached iteration 3: Run actor_train" in found.text
-
-
-def test_without_a_program_places_are_compared():
-    where = [RankState(rank, "here", "loading" if rank == 2 else "meeting", NOWHERE, NOWHERE, 5.0) for rank in range(4)]
-    found = diagnose(where, None)
-    assert found.late == (2,) and "rank 2: loading, for 5.0 s" in found.text
-    assert diagnose(where[:2], None) is None
-
-
 @pytest.mark.parametrize("strategy", [flattening, separation])
 def test_the_lists_survive_a_file(strategy, tmp_path):
     program = program_of(strategy)

@@ -216,19 +216,6 @@ def test_works_ahead_where_places_are_free():
     assert found == run(make_engine(model, max_sequences=num), prompts, bits_RG, Sampling(MAX_NEW))[0]
 
 
-def test_places_are_refilled_at_once():
-    """With places for 4, as many rounds are needed as the work takes, not as many as the longest of each four."""
-    model, num = make_model(), 16
-    sampling = [Sampling(16 if i % 4 == 0 else 2) for i in range(num)]
-    engine = Engine(model, longest=LONGEST, max_sequences=4)
-    engine.submit(make_prompts(num), draws(num), sampling)
-    rounds: list[tuple[int, int]] = []
-    engine.run(progress=lambda *told: rounds.append(told))
-    assert sum(ended for ended, _ in rounds) == num
-    assert sum(tokens for _, tokens in rounds) == sum(one.max_new_tokens for one in sampling)
-    assert len(rounds) < 2 * 16 + 8  # batches of four would take 4 * 15
-
-
 def decode(tokens, *, special: bool = False) -> str:
     """Returns letters: token 3 is `d`, and so on."""
     return "".join(chr(ord("a") + token % 26) for token in tokens)

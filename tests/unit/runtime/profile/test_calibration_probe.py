@@ -12,7 +12,7 @@ from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.profile import calibration_probe
-from rlhf_spmd.runtime.profile.calibration_probe import at_hand, repeat
+from rlhf_spmd.runtime.profile.calibration_probe import at_hand
 from rlhf_spmd.runtime.profile.machine import machines
 from rlhf_spmd.runtime.world.world import World
 
@@ -41,30 +41,6 @@ def clock(monkeypatch) -> FakeTime:
     found = FakeTime()
     monkeypatch.setattr(calibration_probe, "time", found)
     return found
-
-
-def run(clock: FakeTime, works_s: list[float], until: float) -> tuple[list[list[float]], float]:
-    works = [lambda seconds=seconds: clock.pass_by(seconds) for seconds in works_s]
-    cool = lambda: clock.pass_by(0.01)  # noqa: E731
-    return repeat(works, until, timer=clock.thread_time, cool=cool)
-
-
-@pytest.mark.parametrize("works_s", [[0.1], [0.01, 0.5], [0.05, 0.2, 0.03], [0.3, 0.3, 0.3]])
-@pytest.mark.parametrize("until", [1.0, 1.37, 2.0])
-def test_repeating_ends_in_time(clock, works_s, until):
-    seconds, share = run(clock, works_s, until)
-    assert until <= clock.now <= until + 0.01 and share == pytest.approx(0.5)
-    for found, work_s in zip(seconds, works_s, strict=True):
-        assert found == pytest.approx([work_s / 2] * len(found))
-    turn_s = sum(works_s) + 0.01 * len(works_s)
-    assert all(len(found) >= until // turn_s - 2 for found in seconds)  # it does not end early either
-
-
-def test_the_first_time_does_not_count_but_as_the_longest(clock):
-    times = iter([9.0, 1.0, 1.0])
-    work, cool = lambda: clock.pass_by(next(times)), lambda: clock.pass_by(1.0)
-    seconds, _ = repeat([work], 22.0, timer=clock.perf_counter, cool=cool)
-    assert seconds == [[1.0, 1.0]]  # done at 10, 12 and 14; a fourth time might end at 24
 
 
 @pytest.fixture

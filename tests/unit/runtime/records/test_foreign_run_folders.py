@@ -114,17 +114,6 @@ def test_check_names_each_kind_of_code(run, marker, capsys):
     assert marker.exists()  # because the command line names the function
 
 
-def test_a_page_that_the_user_names_is_loaded(run, tmp_path, capsys):
-    own = "from rlhf_spmd.algorithms.ppo import *\nTITLE = 'mine'\n"
-    (run / "algorithm.py").write_text(own, encoding="utf-8")
-    values = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    values |= {"algorithm": "mine", "mine": values.pop("ppo")}
-    (run / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    assert main([*words("check", run), "--algorithm", str(run / "algorithm.py")]) == 0
-    assert main([*words("check", run), "--algorithm", "ppo"]) == 0  # another one, without the options of the first
-    capsys.readouterr()
-
-
 # Text
 
 

@@ -81,18 +81,6 @@ def test_its_file_is_found_without_loading_it(tmp_path, monkeypatch):
         assert source_file(spec) is None, spec
 
 
-def test_missing_files_and_modules(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, "import no_such_package_here\n")
-    write(tmp_path, "def f(prompts, responses): return 1\n", "mine.txt")
-    refusal(lambda: load_reward_function("absent.py:f"), "absent.py", "does not exist", str(tmp_path))
-    refusal(lambda: load_reward_function("./mine.txt:f"), "mine.txt", "not a .py file")
-    refusal(lambda: load_reward_function("absent:f"), "No module named 'absent'", "file.py:function")
-    refusal(lambda: load_reward_function("not-a-module:f"), "'not-a-module'", ".py")
-    refusal(lambda: load_reward_function("mine:f"), "install no_such_package_here", "mine.py, line 1")
-    refusal(lambda: load_reward_function("mine.py:f"), "install no_such_package_here", "mine.py, line 1")
-
-
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -129,12 +117,6 @@ def test_files_that_do_not_load(tmp_path, source, words):
 def test_what_counts_as_scores(scores):
     result = bound(lambda prompts, responses: scores)(PROMPTS, RESPONSES)
     assert result == [1.0, 0.5, 1.0] and {type(score) for score in result} == {float}
-
-
-def test_torch_scores():
-    torch = pytest.importorskip("torch")
-    for scores in (torch.ones(3, dtype=torch.bfloat16), [torch.tensor(1.0)] * 3):
-        assert bound(lambda responses, s=scores: s)(PROMPTS, RESPONSES) == [1.0] * 3
 
 
 @pytest.mark.parametrize(
