@@ -183,8 +183,7 @@ def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iter
         yield f"pp {layout.pp} is more than the {shape.num_layers} layers of {model}; lower pp"
     most_tp = min(shape.num_kv_heads, shape.intermediate_size, shape.vocab_size)
     if layout.tp <= most_tp and layout.tp > (allowed := shape.most_tp(layout.tp)):
-        norms = "norms over all heads, which are not sliced"
-        why = norms if shape.qk_norm_of_all else f"{shape.num_experts} experts, which are cut whole"
+        why = f"{shape.num_experts} experts, which are cut whole"
         yield f"tp {layout.tp} cannot cut {model}, which has {why}; use tp {allowed}"
     if layout.pp > 1 and call.name in workload.counted:
         text = f"the losses of routers need all layers of {model} before a step, where no generation has chosen experts"

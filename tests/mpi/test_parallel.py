@@ -68,6 +68,10 @@ SHAPES = {  # uneven everywhere: heads, intermediate 13, vocabulary 37
         **{"plain_mlp": True, "attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
         **{"activation": "gelu", "rotary_factor": 0.5},
     },
+    "norms of all heads": {
+        **{"model_type": "olmo2", "num_heads": 10, "num_kv_heads": 5, "qk_norm": True, "qk_norm_of_all": True},
+        **{"norms": "after"},
+    },
     "learned positions": {
         **{"model_type": "gpt2", "num_heads": 5, "num_kv_heads": 5, "layer_norm": True, "plain_mlp": True},
         **{"max_position_embeddings": 40, "num_positions": 42, "tie_embeddings": True, "activation": "gelu_new"},
@@ -222,6 +226,7 @@ QUICK = {  # shape -> cases there
     "tied": ("banned", "known"),
     "window": ("known and kept",),
     "beside each other": ("plain",),
+    "norms of all heads": ("plain",),
     "learned positions": ("banned",),
     "three heads": ("known",),
 }
