@@ -56,15 +56,20 @@ def test_rows_and_the_last_line(one_rank, options):
     assert rows[0]["mean@3"] == pytest.approx((5 * rows[0]["mean@3/x"] + 4 * rows[0]["mean@3/y"]) / 9)
 
 
-def test_the_verb_gives_the_numbers_of_training(one_rank, options, warm):
-    """On two ranks, with the model that the run wrote."""
-    words = [*options, f"models.actor={one_rank / 'actor'}", "--after", "4"]
+def test_the_verb_gives_the_numbers_of_training(one_rank, options, warm, tmp_path):
+    """On two ranks, with the model that the run wrote. The responses are kept where that is asked for."""
+    words = [*options, f"models.actor={one_rank / 'actor'}", "--after", "4", "--out", tmp_path / "kept"]
     status, stdout, stderr = warm.run(["evaluate", "--json", *words], 2)
     assert status == 0, stderr
     mine, theirs = json.loads(stdout.splitlines()[-1]), timeless(one_rank)[-1]
     assert mine["tokens_sha256"] == theirs["tokens_sha256"]
     names = [name for name in theirs if "@" in name]
     assert [mine[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-6)
+    parts = sorted((tmp_path / "kept" / "rollouts" / "evaluation-000004").glob("part-*.jsonl"))
+    rows = [json.loads(line) for part in parts for line in part.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 27 and sum(row["scores"] for row in rows) / 27 == pytest.approx(mine["mean@3"])
+    status, _, stderr = warm.run(["evaluate", "--json", *words], 2)
+    assert status == 2 and "exists already" in stderr
 
 
 def test_training_is_the_same_without_an_evaluation(one_rank, options, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 
 from rlhf_spmd.plan.program.instructions import Agree, Post, Run, Wait
 from rlhf_spmd.runtime.failure.diagnosis import BETWEEN, RankState, WaitGraph, diagnose, late_ranks
+from rlhf_spmd.runtime.failure.postmortem import run_status
 from rlhf_spmd.runtime.failure.records import NOWHERE
 from rlhf_spmd.strategies import flattening, separation
 from tests.unit.runtime.failure.test_records import program_of
@@ -112,3 +113,9 @@ def test_in_a_chain_a_sender_waits_for_ranks_of_the_next_iteration():
     receives = graph.of_rank[rank][place].needs  # of the iteration before
     assert (0, sends, -1) in receives
     assert late_ranks(receives, 4, {0: sender}) == () == late_ranks(receives, 4, {0: standing(program, 0, 0, 4)})
+
+
+def test_a_run_that_its_user_stopped_says_so():
+    """It was said to run until its supervisors had been silent for long."""
+    assert run_status([], 0.0, "interrupted by SIGINT (reported by rank 1)") == "stopped by SIGINT (Ctrl-C)"
+    assert run_status([], 0.0, "other") == "ended by SIGTERM"
