@@ -103,8 +103,9 @@ def scores_of(sample: Sample) -> tuple[float, float]:
 
 def by_gain(samples: Sequence[Sample]) -> list[Sample]:
     """Returns the samples with two scores, from the largest gain to the largest loss."""
-    gains = {index: after - before for index, (before, after) in enumerate(map(scores_of, samples))}
-    return [samples[index] for index in sorted(gains, key=lambda i: -gains[i]) if math.isfinite(gains[index])]
+    gains = [after - before for before, after in map(scores_of, samples)]
+    known = [index for index, gain in enumerate(gains) if math.isfinite(gain)]
+    return [samples[index] for index in sorted(known, key=lambda index: -gains[index])]
 
 
 def spread(samples: Sequence[Sample], num: int) -> list[Sample]:

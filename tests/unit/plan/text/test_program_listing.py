@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
