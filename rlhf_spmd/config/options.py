@@ -96,7 +96,7 @@ class Generation:
 class Episode:
     """Limits of an episode, a response of several turns that an environment answers, and what ends it otherwise."""
 
-    # limit on the length of an episode, in tokens, of which generation.max_new_tokens may be drawn and all others are
+    # limit on the length of an episode, in tokens, of which generation.max_new_tokens may be sampled and all others are
     # answers; 0: generation.max_new_tokens
     max_row_tokens: NonNegativeInt = 0
     max_turns: NonNegativeInt = 0  # limit on the number of turns of an episode; 0: no limit

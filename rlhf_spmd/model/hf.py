@@ -422,7 +422,7 @@ class ChatTemplate:
 
 
 def _refuse_chance(*_: object, **__: object) -> None:
-    raise ValueError("it draws at random, so that no run with it could be repeated or resumed")
+    raise ValueError("it uses random numbers, so no run with it could be repeated or resumed")
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:

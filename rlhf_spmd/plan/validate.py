@@ -72,7 +72,7 @@ def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
         for train in workflow.train_calls:
             if train.loglinear:
                 yield (
-                    f"{train.name}: old_logprobs=loglinear estimates the lag of batches that are drawn one iteration "
+                    f"{train.name}: old_logprobs=loglinear estimates the lag of batches that are sampled one iteration "
                     "ahead, and without it is the generator's: choose old_logprobs=recompute, or strategy.ahead=1"
                 )
         return
@@ -89,9 +89,9 @@ def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
 def ahead_problems(ahead: int, workflow: Workflow) -> Iterator[str]:
     """Yields why a workflow's batches cannot be drawn ahead, wherever its calls are placed."""
     if ahead != 1:
-        yield f"ahead {ahead}: a batch can be drawn one iteration ahead; use 0 or 1"
+        yield f"ahead {ahead}: a batch can be sampled one iteration ahead; use 0 or 1"
     if not workflow.generate_calls or not workflow.train_calls:
-        yield "ahead: this workflow does not generate what it trains on, so there is nothing to draw ahead; drop it"
+        yield "ahead: this workflow does not generate what it trains on, so there is nothing to sample ahead; drop it"
     for train in workflow.train_calls:
         makers = [workflow.producer(key) for key in train.inputs]
         late = [one.name for one in makers if isinstance(one, Infer) and one.model == train.model and not one.current]

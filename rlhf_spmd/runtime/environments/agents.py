@@ -143,7 +143,7 @@ def refused_option(body: Mapping[str, Any], drawing: Mapping[str, Any]) -> str:
                 f"generation.{name} (now {now})"
             )
         if name not in NEUTRAL or value != NEUTRAL[name]:
-            return f"{name}={value!r}, which would change what the model draws, or is not offered: leave it out"
+            return f"{name}={value!r}, which would change what the model samples, or is not offered: leave it out"
     return ""
 
 

@@ -46,7 +46,8 @@ svg { margin: 6px 10px 6px 0; max-width: 100%; height: auto }
 """
 PAGE = """<!doctype html>
 <html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{{ title }}</title><style>{{ style | safe }}</style></head>
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{{ title }}</title><style>{{ style | safe }}</style></head>
 <body>
 <h1>{{ title }}</h1>
 <div class="scroll"><table>
