@@ -56,7 +56,7 @@ def test_clients_of_openai_get_the_same_tokens(run, own, tmp_path):
         source = source.replace("    messages = list", "    client = cache(OWN)()\n    messages = list")
     (tmp_path / "own.py").write_text(source, encoding="utf-8")
     words = (*AGENT, f"environment={tmp_path}/own.py:run", *SMALL, "--runs", tmp_path, "--name", "own")
-    trained(2, *words)
+    trained(2, *words, limit_s=400.0)
     assert tokens(tmp_path / "own") == tokens(run)
 
 

@@ -63,12 +63,12 @@ async def over_http(client, prompt):
 async def twice(client, prompt):
     """Asks two things at once."""
     one, other = ([*prompt, {"role": "user", "content": word}] for word in "ab")
-    await asyncio.gather(*(client.chat.completions.create(messages=messages) for messages in (one, other)))
+    await asyncio.gather(*(client.chat.completions.create(model="m", messages=messages) for messages in (one, other)))
     return 1.0
 
 
 async def warm(client, prompt):
-    await client.chat.completions.create(messages=list(prompt), temperature=0.2)
+    await client.chat.completions.create(model="m", messages=list(prompt), temperature=0.2)
     return 1.0
 
 
@@ -78,11 +78,11 @@ async def silent(client, prompt):
 
 async def forgets(client, prompt, catches):
     """Changes what was said, and goes on if it may."""
-    answer = await client.chat.completions.create(messages=list(prompt))
+    answer = await client.chat.completions.create(model="m", messages=list(prompt))
     said = answer.choices[0].message.content
     changed = [*prompt, {"role": "assistant", "content": said + "!"}, {"role": "user", "content": "?"}]
     try:
-        await client.chat.completions.create(messages=changed)
+        await client.chat.completions.create(model="m", messages=changed)
     except Exception as error:
         if not catches:
             raise
@@ -94,7 +94,7 @@ async def counts(client, prompt):
     """Is worth what the model said, and asks again."""
     messages, total, reason = list(prompt), 0, ""
     while reason != "length":
-        answer = await client.chat.completions.create(messages=messages)
+        answer = await client.chat.completions.create(model="m", messages=messages)
         reason = answer.choices[0].finish_reason
         messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
         total += answer.usage.completion_tokens
@@ -105,7 +105,7 @@ async def stubborn(client, prompt):
     """Does not look at the reason."""
     messages = list(prompt)
     while True:
-        answer = await client.chat.completions.create(messages=messages)
+        answer = await client.chat.completions.create(model="m", messages=messages)
         messages += [answer.choices[0].message, {"role": "user", "content": "more"}]
 
 

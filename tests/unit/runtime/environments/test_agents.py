@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 
 import httpx
 import httpx2
@@ -28,14 +29,20 @@ SAID = {"words": "hm", "calls": [], "finish_reason": "stop", "num_prompt": 7, "n
 
 @pytest.fixture
 def drive(monkeypatch):
-    """Returns drive(agent, *said): the steps of an episode; a number is the reward after a limit."""
+    """Returns drive(agent, *said): the steps of an episode; a number is the reward after a limit.
+
+    package: what the agent's file imports.
+    """
     for library in (httpx, httpx2):
         for kind in (library.Client, library.AsyncClient):
             monkeypatch.setattr(kind, "send", kind.send)
     for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "")
 
-    def drive(agent: str, *said, is_cut=False, **columns) -> list:
+    def drive(agent: str, *said, is_cut=False, package=None, **columns) -> list:
+        if package is None:
+            monkeypatch.delitem(sys.modules, "openai", raising=False)
+
         async def episode() -> list:
             home = Endpoint(DRAWING)
             await home.open()
@@ -75,8 +82,14 @@ def test_rows_are_those_of_the_environment_that_calls_the_same_tools(name, world
     assert after[0] == after[1] and after[0][0].count(first) == 2
 
 
-def test_a_stream_tells_what_the_api_tells(drive):
-    begun, step, end = drive("tells", {"words": "so", "finish_reason": "stop"}, {})
+@pytest.fixture(params=[None, "openai"])
+def package(request):
+    """Returns what an agent imports."""
+    return request.param and pytest.importorskip(request.param)
+
+
+def test_a_stream_tells_what_the_api_tells(drive, package):
+    begun, step, end = drive("tells", {"words": "so", "finish_reason": "stop"}, {}, package=package)
     assert (begun.messages, begun.tools) == (ASK, None) and end.is_done and end.reward == 1.0
     (said,) = step.observation
     first, last, usage = json.loads(said["content"])
@@ -159,19 +172,20 @@ def _read(message):
     return call | {"function": call["function"] | {"arguments": json.loads(call["function"]["arguments"])}}
 
 
-def test_a_changed_conversation_is_an_error_of_the_agent(drive):
-    *_, step = drive("forgets", {}, catches=True)
+def test_a_changed_conversation_is_an_error_of_the_agent(drive, package):
+    *_, step = drive("forgets", {}, catches=True, package=package)
     assert (step.reward, step.is_done, step.num_changed) == (0.25, True, 1)
-    with pytest.raises(Exception, match="message 1 of the request is not what the conversation"):
-        drive("forgets", {}, catches=False)
+    error = Refused if package is None else package.BadRequestError
+    with pytest.raises(error, match="message 1 of the request is not what the conversation"):
+        drive("forgets", {}, catches=False, package=package)
 
 
 @pytest.mark.parametrize(
     ("agent", "is_cut", "reward"), [("counts", True, 4), ("counts", False, 0), ("stubborn", True, 0)]
 )
-def test_a_limit_ends_the_agent(agent, is_cut, reward, drive):
+def test_a_limit_ends_the_agent(agent, is_cut, reward, drive, package):
     """The turn that it cut is given to the agent; then there is none. What an agent raises by then is worth nothing."""
-    assert drive(agent, {}, is_cut=is_cut)[-1] == reward
+    assert drive(agent, {}, is_cut=is_cut, package=package)[-1] == reward
 
 
 def test_limits_and_failures_end_rows(world):
