@@ -10,7 +10,7 @@ TRITONS := 3.6.0 3.7.0 3.7.1
 SMOLLM2 := .cache/smollm2-135m
 SOURCES := rlhf_spmd kernels strategies bench tests tools
 
-.PHONY: demo demo-grpo demo-tools demo-pipeline demo-smollm2 test test-unit test-slow test-busy test-cuda-build test-mpi test-smollm2 test-slurm lint format docs peers peers-vllm clean
+.PHONY: demo demo-grpo demo-tools demo-agent demo-pipeline demo-smollm2 test test-unit test-slow test-busy test-cuda-build test-mpi test-smollm2 test-slurm lint format docs peers peers-vllm clean
 
 demo: .venv/.installed  ## four ranks train the embedded model with PPO by separation (about a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny --strategy separation
@@ -20,6 +20,10 @@ demo-grpo: .venv/.installed  ## four ranks teach the embedded arithmetic model t
 
 demo-tools: .venv/.installed  ## four ranks teach an embedded model to use two tools, with GRPO over several turns (a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tools
+
+demo-agent: .venv/.installed  ## four ranks train examples/agent.py, which asks the model with OpenAI's client (a minute)
+	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tools iterations=10 \
+		environment=examples/agent.py:run reward_function=
 
 demo-pipeline: .venv/.installed  ## SFT, a reward model, PPO and DPO, each reading what the one before wrote (minutes)
 	$(BIN)/python -m tools demo-pipeline

@@ -23,9 +23,9 @@ try:
 except ImportError:  # if it is needed but missing, runtime/world/devices.py reports that before anything runs
 
     class _Absent:
-        """Lets a kernel file be imported; its decorators and annotations do nothing."""
+        """Lets a kernel file be imported; its decorators, annotations and constants do nothing."""
 
-        constexpr = None
+        constexpr = float
 
         @staticmethod
         def jit(function=None, **options):

@@ -90,7 +90,7 @@ def _alone(arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader, e.g. `head`, has exited
         return PIPE_STATUS
     except KeyboardInterrupt:
-        output.say("rlhf_spmd: error: interrupted by SIGINT")
+        output.say(f"rlhf_spmd: error: {signals.INTERRUPTED}")
         return signals.INTERRUPTED_STATUS
     except (UserError, OSError, MemoryError) as error:
         text = why_no_folder() or (str(error) if isinstance(error, UserError) else explain(error))
@@ -149,7 +149,8 @@ def _on_ranks(arguments: list[str]) -> int:
             if world.num_nodes > 1:
                 check_common_folder(world.allgather(folder, "the working folder"))
             parsed = read(arguments)
-        verb = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}")
+        with progress.during("importing the program"):
+            verb = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}")
         run = verb.measure if parsed.verb == "plan" else verb.run
         status = run(world, parsed, asked) if parsed.verb == "train" else run(world, parsed)
         world.shutdown()

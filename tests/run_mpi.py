@@ -37,7 +37,10 @@ NUM_RANKS = (2, 4, 5, 8)
 IMPORTS = ("pytest", "deepspeed", "torch._inductor.compile_fx", "networkx", "triton.language")  # of forks, with warm's
 IN_ORDER = "tests/mpi/test_in_order.py"  # runs on the backends of tests/backends.py only
 # backend -> what runs on it at 4 ranks, after the tests on gloo
-QUICK = {"ordered": ["-m", "not slow", IN_ORDER, "tests/mpi/test_zero_stages.py"]}
+STAGES = "tests/mpi/test_zero_stages.py"
+QUICK = {
+    "ordered": ["-m", "not slow", IN_ORDER, f"{STAGES}::test_sums_of_two_nodes", f"{STAGES}::test_stages_and_buckets"]
+}
 SLOW = {"ordered": ["tests/mpi"], "host": [IN_ORDER]}
 LIMIT_S = 2400.0
 GRACE_S = 10.0  # mpiexec gets so long to end its ranks before all are killed

@@ -23,8 +23,8 @@ class Options(page.Options):
     """Where old logprobs come from, and corrections."""
 
     # source of the old logprobs: the generator, or one more forward pass of the actor, with the weights that generated
-    # (recompute) or those with which training begins (current; older only with strategy.ahead=1), or without a pass the
-    # line from the generator's to the current ones (loglinear; with strategy.ahead=1)
+    # (recompute) or those with which training begins (current; older only with strategy.ahead=1); loglinear: between
+    # generator's and current logprobs, without a pass (with strategy.ahead=1)
     old_logprobs: Literal["generator", "recompute", "current", "loglinear"] = "generator"
     # weight the loss by the ratio of old to generator probabilities, of a token or of its sequence (the product, or
     # geometric: the geometric mean); none: do not

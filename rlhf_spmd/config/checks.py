@@ -193,7 +193,7 @@ def _of_environments(config: Config) -> list[Rule]:
         (
             "episode.max_row_tokens generation.max_new_tokens",
             0 < config.episode.max_row_tokens < config.generation.max_new_tokens,
-            "the first limits the drawn tokens too: raise it, or lower the second",
+            "the first limits the sampled tokens too: raise it, or lower the second",
         ),
         (
             "environment",

@@ -9,6 +9,7 @@ from math import comb, fsum
 from typing import Any
 
 PASS = "pass@"
+STANDARD_ERROR = "standard_error"  # of mean@n, over prompts
 
 
 def metric_names(num_samples: int, functions: Sequence[str] = (), *, passes: bool = True) -> list[str]:

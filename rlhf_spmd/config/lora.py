@@ -38,12 +38,11 @@ class Lora:
     # layers with adapters, e.g. q_proj,v_proj; all-linear: every linear layer but the output layer
     targets: Targets = (ALL_LINEAR,)
     rslora: bool = False  # multiply by alpha / sqrt(rank) in place of alpha / rank
-    # share of the inputs of adapters that training sets to 0 at random, e.g. 0.05, only
-    # where no responses are generated; 0: none
+    # dropout probability on adapter inputs, e.g. 0.05, only where no responses are generated; 0: none
     dropout: Share = 0.0
     base: str = ""  # folder of the base of adapters that are given as folders; empty: the one that each names
     # weights that generate: those of training, with the adapters apart from their base; or copies W + s B A of the
-    # adapted weights, made anew for the responses of each iteration, which take the memory of a second base
+    # adapted weights, made again for the responses of each iteration, which take the memory of a second base
     generate: Literal["apart", "joined"] = "apart"
     roles: Annotated[Mapping[str, RoleLora], ByName("ROLE")] = field(default_factory=dict)
 

@@ -96,7 +96,7 @@ class Generation:
 class Episode:
     """Limits of an episode, a response of several turns that an environment answers, and what ends it otherwise."""
 
-    # limit on the length of an episode, in tokens, of which generation.max_new_tokens may be drawn and all others are
+    # limit on the length of an episode, in tokens, of which generation.max_new_tokens may be sampled and all others are
     # answers; 0: generation.max_new_tokens
     max_row_tokens: NonNegativeInt = 0
     max_turns: NonNegativeInt = 0  # limit on the number of turns of an episode; 0: no limit
@@ -247,7 +247,7 @@ class Config(OptionTree):
     # time limit in seconds for a reward function on one response; 0: no limit
     reward_timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 0.0
     reward_on_timeout: float = 0.0  # score of a response whose reward function ran out of time
-    # environment that answers to responses, which then have several turns, as module:name or file.py:name; sets
+    # environment or agent that gives responses several turns, as module:name or file.py:name; sets
     # old_logprobs=recompute instead of generator; empty: none
     environment: str = ""
     environment_workers: Annotated[int, Field(ge=1, le=1024)] = 1  # worker processes for environments on each rank

@@ -30,7 +30,7 @@ from rlhf_spmd.model.config_keys import (
     windows_in,
 )
 from rlhf_spmd.model.families import FAMILIES
-from rlhf_spmd.model.families.family import Family
+from rlhf_spmd.model.families.family import ACTIVATIONS, Family
 
 ROPE, LOCAL_ROPE = "rope", "local"  # that of most models' layers, and that of layers with a window
 
@@ -256,8 +256,10 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         raise UserError(kind)
     family = FAMILIES[name]
     key, *names = family.activation
-    if values.get(key, names[0]) not in names:
-        raise UserError(f"{key} {values[key]!r} is not supported; supported is {names[0]}")
+    others = ACTIVATIONS if "plain_mlp" in family.always else ()
+    activation = values.get(key, names[0])
+    if activation not in (*names, *others):
+        raise UserError(f"{key} {activation!r} is not supported; supported is {', '.join(others or names[:1])}")
     for key, wanted in family.needed.items():
         wanted = values.get(wanted) if isinstance(wanted, str) else wanted
         if values.get(key) not in (None, wanted):
@@ -291,7 +293,7 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         **experts,
         norms=family.norms,
         local_rope_theta=local_theta,
-        activation=names[0],
+        activation=names[0] if activation in names else activation,
         **{field: values[key] for key, field in family.numbers.items() if number(values, key)},
         **caps,
         kept={key: values[key] for key in family.kept if key in values},

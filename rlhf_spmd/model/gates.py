@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_spmd.kernels.silu_mul import silu_mul, swiglu
+from rlhf_spmd.model.families.family import ACTIVATIONS
 
 Gate: TypeAlias = Callable[..., Tensor]  # of gate and up, or of up alone
 
@@ -39,10 +40,15 @@ GATES: dict[str, tuple[Gate, Gate]] = {
     "silu": (silu_mul, swiglu),
     "gelu_pytorch_tanh": (_GeGLU.apply, _GeGLU.apply),
 }
-_TANH = partial(F.gelu, approximate="tanh")
-ACTIVATIONS: dict[str, Gate] = {"gelu": F.gelu, "gelu_pytorch_tanh": _TANH, "gelu_new": _TANH, "relu": F.relu}
+_TANH = partial(F.gelu, approximate="tanh")  # what all but the first two names of gelu compute
+PLAIN: dict[str, Gate] = {
+    **{name: _TANH for name in ACTIVATIONS if name.startswith("gelu")},
+    **{"gelu": F.gelu, "gelu_python": F.gelu, "relu": F.relu, "silu": F.silu, "swish": F.silu},
+    "relu2": lambda x: F.relu(x).square(),
+    "quick_gelu": lambda x: F.silu(1.702 * x) / 1.702,  # keeps one tensor for the backward pass
+}
 
 
 def steps(activation: str, *, plain: bool) -> tuple[Gate, Gate]:
     """Returns both steps of an MLP. plain: without a gate."""
-    return (ACTIVATIONS[activation],) * 2 if plain else GATES[activation]
+    return (PLAIN[activation],) * 2 if plain else GATES[activation]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import progress
 from rlhf_spmd.files.reading import is_folder, refuse_pipes, why_no_file
 from rlhf_spmd.model import config as model_config
 from rlhf_spmd.model import weights
@@ -242,7 +243,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 def _transformers_tokenizer(folder: Path, name: str) -> Any:
     """Loads a tokenizer with a class of transformers. Raises UserError."""
-    import transformers
+    with progress.during("importing transformers, which reads the tokenizer"):
+        import transformers
 
     try:
         return getattr(transformers, name).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -420,7 +422,7 @@ class ChatTemplate:
 
 
 def _refuse_chance(*_: object, **__: object) -> None:
-    raise ValueError("it draws at random, so that no run with it could be repeated or resumed")
+    raise ValueError("it uses random numbers, so no run with it could be repeated or resumed")
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:

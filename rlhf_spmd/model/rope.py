@@ -29,8 +29,9 @@ Turns: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]  # cos_Tf, sin_Tf of each
 class Ropes:
     """The ropes of a model's layers. Frequencies are computed once per device and precision.
 
-    longest: tokens of the longest row that the model will see, by which longrope chooses its factors once, so that
-        they do not differ between generation and training, nor by a row's neighbours; 0: by the rows of each pass.
+    longest: tokens of the longest row that the model will see, by which longrope and dynamic choose their factors once,
+        so that they do not differ between generation and training, nor by a row's neighbours; 0: by the rows of each
+        pass.
     """
 
     def __init__(self, config: ModelConfig):
@@ -67,11 +68,11 @@ class Ropes:
             return self.longest or int(positions.max()) + 1
         if rope_type != "dynamic":
             return 0
-        length = max(int(positions.max()) + 1, trained)
-        if cached and length > trained:
+        length = max(self.longest or int(positions.max()) + 1, trained)
+        if cached and length > trained and int(positions.max()) >= trained:
             raise UserError(
                 f"a model with dynamic rope cannot generate beyond its trained length of {trained} tokens, because "
-                "further tokens change the frequencies of the keys already stored; shorten prompt + response"
+                "further tokens would change the frequencies of the keys already stored; shorten prompt + response"
             )
         return length
 

@@ -29,7 +29,7 @@ from rlhf_spmd.model.config import MOST_EXPERTS, ModelConfig
 from rlhf_spmd.model.experts import SparseMLP
 from rlhf_spmd.model.gates import steps
 from rlhf_spmd.model.linear import AdaptedLinear, Again, Linear, LowRank, lay_adjacent, together
-from rlhf_spmd.model.norm import Norm, make_norm, normed_sum, sum_of
+from rlhf_spmd.model.norm import Norm, make_norm, norm_of_all_heads, normed_sum, sum_of
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -93,9 +93,11 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.o_proj = RowLinear(queries, config.hidden_size, bias=config.attention_output_bias, group=self.group)
         self.qk_norm, self.qk_norm_of_all = config.qk_norm, config.qk_norm_of_all
-        if self.qk_norm:
-            sizes = (queries, keys) if self.qk_norm_of_all else (config.head_dim, config.head_dim)
-            self.q_norm, self.k_norm = (make_norm(size, config) for size in sizes)
+        if self.qk_norm and not self.qk_norm_of_all:
+            self.q_norm, self.k_norm = (make_norm(config.head_dim, config) for _ in range(2))
+        elif self.qk_norm:
+            self.q_norm = norm_of_all_heads("queries", config, parallel)
+            self.k_norm = norm_of_all_heads("keys", config, parallel)
         self.scale, self.cap = config.query_scale, config.attention_cap
         self.low_rank: LowRank | None = None  # of q, k and v
 
@@ -236,7 +238,6 @@ class Transformer(nn.Module):
         shard = parallel.shard
         assert shard.tp <= min(config.num_kv_heads, config.intermediate_size, config.vocab_size), shard
         assert config.num_experts % shard.tp == 0 and config.num_experts <= MOST_EXPERTS, (config.num_experts, shard)
-        assert shard.tp == 1 or not config.qk_norm_of_all, "a norm over heads of all slices takes a sum"
         assert adapters is None or not config.num_experts, "mixtures have no adapters"
         assert shard.pp <= config.num_layers, shard
         self.config, self.head, self.parallel, self.recompute = config, head, parallel, recompute

@@ -72,7 +72,7 @@ def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
         for train in workflow.train_calls:
             if train.loglinear:
                 yield (
-                    f"{train.name}: old_logprobs=loglinear estimates the lag of batches that are drawn one iteration "
+                    f"{train.name}: old_logprobs=loglinear estimates the lag of batches that are sampled one iteration "
                     "ahead, and without it is the generator's: choose old_logprobs=recompute, or strategy.ahead=1"
                 )
         return
@@ -89,9 +89,9 @@ def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
 def ahead_problems(ahead: int, workflow: Workflow) -> Iterator[str]:
     """Yields why a workflow's batches cannot be drawn ahead, wherever its calls are placed."""
     if ahead != 1:
-        yield f"ahead {ahead}: a batch can be drawn one iteration ahead; use 0 or 1"
+        yield f"ahead {ahead}: a batch can be sampled one iteration ahead; use 0 or 1"
     if not workflow.generate_calls or not workflow.train_calls:
-        yield "ahead: this workflow does not generate what it trains on, so there is nothing to draw ahead; drop it"
+        yield "ahead: this workflow does not generate what it trains on, so there is nothing to sample ahead; drop it"
     for train in workflow.train_calls:
         makers = [workflow.producer(key) for key in train.inputs]
         late = [one.name for one in makers if isinstance(one, Infer) and one.model == train.model and not one.current]
@@ -183,8 +183,7 @@ def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iter
         yield f"pp {layout.pp} is more than the {shape.num_layers} layers of {model}; lower pp"
     most_tp = min(shape.num_kv_heads, shape.intermediate_size, shape.vocab_size)
     if layout.tp <= most_tp and layout.tp > (allowed := shape.most_tp(layout.tp)):
-        norms = "norms over all heads, which are not sliced"
-        why = norms if shape.qk_norm_of_all else f"{shape.num_experts} experts, which are cut whole"
+        why = f"{shape.num_experts} experts, which are cut whole"
         yield f"tp {layout.tp} cannot cut {model}, which has {why}; use tp {allowed}"
     if layout.pp > 1 and call.name in workload.counted:
         text = f"the losses of routers need all layers of {model} before a step, where no generation has chosen experts"

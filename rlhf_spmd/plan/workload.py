@@ -62,11 +62,8 @@ class ModelShape:
         return heads, kv_heads, len(split(self.intermediate_size, tp, index))
 
     def most_tp(self, most: int) -> int:
-        """Returns the largest tp of at most so many slices that this model allows: slices have whole experts, and norms
-        over all heads are not sliced."""
-        return next(
-            tp for tp in range(most, 0, -1) if self.num_experts % tp == 0 and not (self.qk_norm_of_all and tp > 1)
-        )
+        """Returns the largest tp of at most so many slices that this model allows: slices have whole experts."""
+        return next(tp for tp in range(most, 0, -1) if self.num_experts % tp == 0)
 
     def sparse_in(self, layers: range) -> int:
         """Returns how many of these layers have experts."""

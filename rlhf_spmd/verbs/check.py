@@ -72,6 +72,7 @@ def report(
         "fingerprint": program.fingerprint,
         "bytes_per_iteration": sum(transfer.num_bytes for transfer in program.transfers),
         "messages_per_iteration": sum(transfer.num_messages for transfer in program.transfers),
+        "findings": list(map(str, findings)),
         "errors": errors,
         "warnings": len(findings) - errors,
         "ok": not errors,

@@ -12,6 +12,7 @@ from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.data_files import KNOWN
 from rlhf_spmd.files.output import print_json
+from rlhf_spmd.files.reading import is_folder
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.world.devices import check_program
@@ -24,8 +25,12 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
         config = load_config(parsed)
         if not config.eval.prompts:
             raise UserError(f"there are no prompts to evaluate: give eval.prompts=FILE ({KNOWN})")
+        if parsed.out and is_folder(parsed.out):
+            raise UserError(f"--out {parsed.out} exists already; name another folder")
         strategy = load_strategy(parsed.strategy or DEFAULT_STRATEGY)
     config = on_device(world, parsed, config)
+    if parsed.out:
+        config = replace(config, rollouts=replace(config.rollouts, every=config.rollouts.every or 1))
     config = replace(config, data=replace(config.data, precompute=False))  # which is for the start of a run
 
     compare_options(world, config)
@@ -43,9 +48,11 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
 
     if world.rank == 0 and (note := code_note(parsed.file)):
         print(note)
-    metrics = evaluate_once(config, program, world, parsed.after)
+    metrics = evaluate_once(config, program, world, parsed.after, parsed.out)
     if world.rank == 0:
         for name, value in titled(metrics).items():
             if isinstance(value, int | float):
                 print(f"{name:24} {value:.6g}")
+        if parsed.out:
+            print(f"\nThe responses are in {parsed.out}: rlhf-spmd rollouts {parsed.out} --evaluation {parsed.after}")
         print_json(metrics | {"ok": True}, parsed.json)

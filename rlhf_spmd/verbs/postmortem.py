@@ -8,6 +8,7 @@ from rlhf_spmd.files.output import print_json
 from rlhf_spmd.runtime.failure.diagnosis import WaitGraph
 from rlhf_spmd.runtime.failure.last_checkpoint import newest_checkpoint
 from rlhf_spmd.runtime.failure.postmortem import (
+    STOPPED_BY_USER,
     find_divergence,
     how_ended,
     records_of,
@@ -25,12 +26,14 @@ def run(parsed: argparse.Namespace) -> int:
     run = Path(parsed.run)
     records, graph = records_of(run), WaitGraph.read(run)
     message = read_message(run)
-    divergence = find_divergence(records, graph)
-    print(f"{run}: {run_status(records, time.time())}")
+    state = run_status(records, time.time(), message)
+    divergence = None if state == STOPPED_BY_USER else find_divergence(records, graph)
+    print(f"{run}: {state}")
     if message:
         print("The error message:")
         print("".join(f"  {line}\n" for line in message.split("\n")), end="")
-    print("First divergence: " + (divergence.text if divergence else "none in the records"))
+    if state != STOPPED_BY_USER:
+        print("First divergence: " + (divergence.text if divergence else "none in the records"))
     for record in records:
         print(f"rank {record.rank} on {record.host}, process {record.process}{how_ended(record)}, last did:")
         for action in record.last_actions()[-SHOWN:]:

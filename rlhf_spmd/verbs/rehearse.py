@@ -143,7 +143,7 @@ def run(world: "World", parsed: argparse.Namespace) -> int:
         _say(world, "Each iteration began on a rank when that could; seconds are those of rank 0.")
     if ahead:
         rehearsal.iteration(None, batches[-1])
-        _say(world, f"A first batch was drawn before, and a last one, {num + 1}, trained after these.")
+        _say(world, f"A first batch was sampled before, and a last one, {num + 1}, trained after these.")
     processor_s = sum(map(sum, world.allgather(busy_s, "processor seconds")))
     records = world.allgather(recorder.to_records(), "the timeline") if parsed.out else []
     if world.rank == 0:

@@ -45,8 +45,7 @@ Row = dict[str, Any]
 def run(parsed: argparse.Namespace) -> int:
     """Prints rows -> the exit status. Raises UserError."""
     folder = chosen(Path(parsed.run), parsed.iteration, parsed.evaluation)
-    paths = sorted([*paths_in(folder, "part-*.jsonl"), *paths_in(folder, "part-*.parquet")])
-    rows = [row for path in paths for row in read_part(path)]
+    rows = [row for path in parts_in(folder) for row in read_part(path)]
     names = dict.fromkeys(name for row in rows for name in row)
     conditions = [condition(text, names) for text in parsed.where]
     matching = [row for row in rows if all(holds(row) for holds in conditions)]
@@ -75,6 +74,11 @@ def chosen(folder: Path, iteration: int | None, evaluation: int | None) -> Path:
     if number is not None and number not in known:
         raise UserError(f"--{kind} {number}: {folder} has samples of {', '.join(map(str, known))}")
     return paths[-1] if number is None else known[number]
+
+
+def parts_in(folder: Path) -> list[Path]:
+    """Returns the files of one iteration or evaluation."""
+    return sorted([*paths_in(folder, "part-*.jsonl"), *paths_in(folder, "part-*.parquet")])
 
 
 def condition(text: str, names: Iterable[str]) -> Callable[[Row], bool]:

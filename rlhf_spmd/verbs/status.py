@@ -11,7 +11,7 @@ from rlhf_spmd.files.output import print_json, table_width
 from rlhf_spmd.plan.text.program_listing import table
 from rlhf_spmd.runtime.failure.last_checkpoint import MANIFEST, newest_checkpoint
 from rlhf_spmd.runtime.failure.postmortem import records_of, run_status, slowest_rank, to_json
-from rlhf_spmd.runtime.failure.records import Record
+from rlhf_spmd.runtime.failure.records import Record, read_message
 from rlhf_spmd.runtime.records.run_files import read_config, read_rows, reported
 
 RECENT = 10  # iterations of which the medians of seconds and tokens are taken
@@ -27,7 +27,7 @@ def run(parsed: argparse.Namespace) -> int:
     metrics, config = read_rows(run / "metrics.jsonl"), read_config(run)
     total = config.get("iterations") if isinstance(config.get("iterations"), int) else None
     pace_s, speed = _recent(metrics, "iteration_s"), _recent(metrics, "gen_tokens_per_s")
-    slowest, newest, state = slowest_rank(records), newest_checkpoint(run), run_status(records, now)
+    slowest, newest, state = slowest_rank(records), newest_checkpoint(run), run_status(records, now, read_message(run))
     last = metrics[-1] if metrics else {}
     parts = [name for name in last if name.startswith("score_") and not name.endswith("_std")]
     values = {name: last.get(name) for name in (*reported(run, config).headlines, *parts, "response_length")}

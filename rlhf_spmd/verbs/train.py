@@ -19,6 +19,7 @@ from rlhf_spmd.config.model_folders import write_random_model
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.config.role_shapes import shapes_by_role
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import progress
 from rlhf_spmd.files.reading import is_file
 from rlhf_spmd.pages.strategy import Strategy, load_strategy
 from rlhf_spmd.plan.text.program_listing import show_program
@@ -71,8 +72,9 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         return status
     start_torch(world, config, programs.programs)
 
-    from rlhf_spmd.runtime.run.recorded import Origin  # torch, which start_torch has prepared for
-    from rlhf_spmd.runtime.run.train import train
+    with progress.during("importing the training loop"):
+        from rlhf_spmd.runtime.run.recorded import Origin  # torch, which start_torch has prepared for
+        from rlhf_spmd.runtime.run.train import train
 
     result = train(
         config,

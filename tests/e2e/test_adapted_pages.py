@@ -5,9 +5,7 @@ import json
 import pytest
 
 from rlhf_spmd.config import presets
-from rlhf_spmd.model.adapters.uniform import is_adapter
 from tests.folders import WORDS, write_model
-from tests.page_runs import metrics, resume, trained
 from tests.runs import RunOf
 
 SIZES = ("rollout_batch=8", "mini_batch=4", "micro_batch=4", "iterations=2", "data.max_prompt=8")
@@ -53,28 +51,3 @@ def test_a_page_trains_adapters_alone(page, folder):
     run.iterations()
     changed = {name for name, one in engine.model.named_parameters() if not one.equal(before[name])}
     assert changed <= trained_names and any(name.endswith("lora_B") for name in changed), role
-
-
-@pytest.mark.slow
-def test_stages_hand_their_adapters_on(folder, warm, tmp_path):
-    """Supervised fine-tuning and a reward model on two ranks, then PPO and best-of from both, in other layouts too."""
-    model = ["--model", str(folder / "lm")]
-    sft, judge = (
-        trained(["--algorithm", page, *model, *words_of(page, folder, "lora.rank=2")], 2, tmp_path / page)
-        for page in ("sft", "reward_model")
-    )
-    assert is_adapter(sft / "actor") and is_adapter(judge / "reward")
-    data = [f"data.prompts={folder / 'rows.jsonl'}", "generation.max_new_tokens=4", *SIZES, "checkpoint.every=1"]
-    start = ["--algorithm", "ppo", "--model", str(sft / "actor"), *data, f"models.reward={judge / 'reward'}"]
-    one = trained(start, 1, tmp_path / "one")
-    two = trained([*start, "strategy.tp=2"], 2, tmp_path / "two")
-    four = trained([*start, "--strategy", "separation"], 4, tmp_path / "four")
-    hashes = [row["tokens_sha256"] for row in metrics(one)]
-    assert [[row["tokens_sha256"] for row in metrics(run)] for run in (two, four)] == [hashes, hashes]
-    resume(two, 2, "iterations=3")
-    assert len(metrics(two)) == 3 and is_adapter(two / "actor")
-    out = tmp_path / "answers.jsonl"
-    words = ["generate", "--model", two / "actor", "--prompts", folder / "rows.jsonl", "--out", out]
-    words += [f"best_of={judge / 'reward'}", "samples_per_prompt=2", "generation.max_new_tokens=4"]
-    status, stdout, stderr = warm.run(words, 2)
-    assert status == 0 and len(out.read_text(encoding="utf-8").splitlines()) == 24, stdout + stderr

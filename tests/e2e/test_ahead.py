@@ -65,24 +65,6 @@ def test_a_resume_trains_the_batch_in_flight(whole):
 
 
 @pytest.mark.slow
-def test_a_resume_may_change_the_ranks_but_not_the_lag(whole):
-    run = interrupted(whole, "other", 1)
-    status, _, stderr = trained(2, "--resume", run, "strategy.ahead=0")
-    assert status == 2 and "draws its batches 1 iterations ahead, and this strategy 0" in stderr
-    status, stdout, stderr = trained(4, "--resume", run)
-    assert status == 0, stdout + stderr
-    assert [row["tokens_sha256"] for row in rows(run)] == [row["tokens_sha256"] for row in rows(whole)]
-
-
-@pytest.mark.slow
-def test_a_run_that_has_ended_begins_with_a_prologue(whole):
-    run = interrupted(whole, "extended", 3)
-    status, stdout, stderr = trained(2, "--resume", run, "iterations=4")
-    assert status == 0, stdout + stderr
-    assert "note: this run had ended: its next iteration is drawn with the newest weights" in stdout
-    assert rows(run)[:3] == rows(whole) and rows(run)[3]["lag_max_abs"] <= 1e-4
-
-
 def test_sigterm_saves_the_batch_in_flight(tmp_path):
     """The step ends, and the resumed run trains what it has drawn, to the bits of an undisturbed run."""
     options = [*BASE, *SMALL, "checkpoint.every=0"]

@@ -2,13 +2,11 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.folders import write_all
-from tests.run_mpi import mpi_command, run_limited
 
 MACHINE = ("tflops", "mfu", "peak_bytes")  # metrics that depend on it
 STRATEGY = Path(__file__).parents[2] / "strategies" / "flattening.py"
@@ -55,30 +53,3 @@ def test_the_stored_configuration_gives_the_same_run(first, warm):
     ]
     stored[1]["strategy"]["name"] = stored[0]["strategy"]["name"]  # each names its own copy
     assert stored[0] == stored[1]
-
-
-def test_a_dry_run_of_a_resumed_run_names_its_own_strategy(first, warm):
-    run, _ = first
-    status, stdout, stderr = warm.run(["train", "--resume", run, "--dry-run", "--show-config"])
-    assert status == 0 and f"  name: {run / 'strategy.py'}\n" in stdout, stderr
-    status, stdout, stderr = warm.run(
-        ["train", "--resume", run, "--strategy", "flattening", "--dry-run", "--show-config"]
-    )
-    assert status == 0 and "  name: flattening\n" in stdout, stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["tain"], "unknown subcommand 'tain' (did you mean 'train'?)"),
-        ([], "required: SUBCOMMAND"),
-        (["check", "flattening"], "check runs in one process"),
-    ],
-)
-def test_many_processes_and_not_train(words, says):
-    """mpirun also starts verbs that run in one process."""
-    command = [*mpi_command(3), sys.executable, "-m", "rlhf_spmd", *words]
-    status, stdout, stderr = run_limited(command, limit_s=60.0)
-    assert status not in (0, None)
-    assert stderr.count("rlhf_spmd: error:") == 1 and says in stderr, stderr
-    assert stdout == ""

@@ -145,7 +145,9 @@ def test_one_message_and_nothing_left(name, overrides, tmp_path):
     if "hurt at" in stdout:
         assert ended_s - float(stdout.partition("hurt at ")[2].split()[0]) < case.limit_s, stderr
     wait_for(lambda: not remaining(tmp_path / "run"), 10)
-    kept = status_of("postmortem", tmp_path / "run")["message"]
+    found = status_of("postmortem", tmp_path / "run")
+    kept = found["message"]
+    assert name != "interrupt" or found["divergence"] is None  # the ranks did make progress
     assert kept == (None if name == "file too large" else stderr.removeprefix(PREFIX).rstrip())
 
 
@@ -189,15 +191,6 @@ def test_a_stopped_rank_of_another_node(stopped, overrides, tmp_path):
     wait_for(lambda: not remaining(tmp_path / "run"), 10)
 
 
-@pytest.mark.slow
-def test_a_rank_that_computes_is_not_late(overrides, tmp_path):
-    """Three deadlines long, in code that lets no other thread of its process run, so that it can't even say so."""
-    hurt = f"end = time.time() + {3 * DEADLINE_S}\n    while time.time() < end: sum(range(10**8))"
-    (tmp_path / "r.py").write_text(REWARD.format(hurt=hurt, rank=1), encoding="utf-8")
-    status, stdout, stderr = run_limited(train(overrides, tmp_path), limit_s=LIMIT_S)
-    assert status == 0 and "hurt at" in stdout, stderr
-
-
 def test_nothing_outlives_the_launcher(overrides, tmp_path):
     """mpiexec itself gets SIGKILL, while `status` is asked about the run."""
     (tmp_path / "r.py").write_text(REWARD.format(hurt="pass", rank=0), encoding="utf-8")
@@ -208,7 +201,7 @@ def test_nothing_outlives_the_launcher(overrides, tmp_path):
         wait_for(lambda: len(metrics(tmp_path / "run")) >= 5)
         found = status_of("status", tmp_path / "run")
         assert found["state"] == "running" and found["iteration"] >= 5 and found["iterations"] == 100000
-        assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2] and found["slowest_rank"] in (0, 1, 2)
+        assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2] and found["slowest_rank"] in (0, 1, 2, None)
         assert all(rank["iteration"] >= 1 and rank["memory_bytes"] > 10**7 for rank in found["ranks"])
         assert all(rank["heartbeat_age_s"] < 10 for rank in found["ranks"])
     finally:

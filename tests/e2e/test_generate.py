@@ -9,7 +9,7 @@ import torch
 from rlhf_spmd import embedded
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from tests import warm
-from tests.folders import WORDS, write_model
+from tests.folders import write_model
 
 NUM = 24
 ACTOR = embedded.path_of("actor")
@@ -156,12 +156,3 @@ def test_one_line_says_what_is_wrong(name, model, tmp_path):
     assert (tmp_path / "p.jsonl").read_text(encoding="utf-8") == prompts and (tmp_path / "p.jsonl.old").read_text(
         encoding="utf-8"
     ) == "old"
-
-
-def test_a_file_may_be_replaced(model, tmp_path):
-    (tmp_path / "p.txt").write_text("ba be\n" + " ".join(WORDS[:9]) + "\n", encoding="utf-8")
-    (tmp_path / "out.jsonl").write_text("old", encoding="utf-8")
-    files = ["--model", str(model), "--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path / "out.jsonl")]
-    status, _, stderr = start(0, [*files, "--overwrite", "generation.max_new_tokens=4", "--dtype", "bfloat16"])
-    assert status == 0, stderr
-    assert [line["prompt"] for line in read(tmp_path / "out.jsonl")] == ["ba be", " ".join(WORDS[:9])]

@@ -64,19 +64,6 @@ def test_shared_memory_that_mpi_does_not_fit_into():
     assert "most likely /dev/shm is too small: 1 MiB" in text and "--shm-size=1g" in text
 
 
-def test_no_working_folder(tmp_path):
-    gone = tmp_path / "gone"
-    enter = f"mkdir {gone}; cd {gone}; rmdir {gone}; {sys.executable} -m rlhf_spmd"
-    assert refusal(f"{enter} train").startswith("the working folder is gone ")
-    assert "the working folder is gone (No such file or directory): " in refusal(f"{enter} check mine.py")
-
-
-@pytest.mark.parametrize("words", ["--help", "check --help", "algorithms", "check flattening"])
-def test_what_is_printed_has_no_room(words):
-    text = "standard output can't be written (No space left on device): print to another file or disk\n"
-    assert refusal(f"{sys.executable} -m rlhf_spmd {words} > /dev/full") == text
-
-
 def test_a_run_in_odd_surroundings(tmp_path):
     """Its output is a full disk, its threads are a list, and another launcher's variables are left."""
     words = [*write_all(tmp_path), "iterations=1", "num_samples=0", "--runs", str(tmp_path), "--name", "run"]

@@ -31,7 +31,7 @@ def train(cache: Path, *words) -> None:
     assert status == 0, stderr
 
 
-@pytest.mark.timed
+@pytest.mark.slow
 def test_two_starts_of_a_command(tmp_path, cache):
     words = [*write_all(tmp_path, **SIZES), "products=auto", "iterations=2", "num_samples=0"]
     runs = [tmp_path / name for name in ("first", "second")]

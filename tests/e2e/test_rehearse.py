@@ -100,7 +100,7 @@ def test_one_iteration_ahead(tmp_path):
     result = json.loads(last)
     assert len(result["rehearsed_s"]) == 2 and min(result["rehearsed_s"]) > 0.99 * result["forecast_s"]
     assert result["bytes_between_nodes"] > 0
-    assert "A first batch was drawn before, and a last one, 3, trained after these." in text
+    assert "A first batch was sampled before, and a last one, 3, trained after these." in text
     assert "No rank hung, and every row was there when it was read." in text
 
 

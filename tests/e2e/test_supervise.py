@@ -190,12 +190,6 @@ def is_alive(process: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("status", [0, 1, 2, 130])
-def test_streams_and_status_pass_through(status):
-    found = run(f"print(sys.stdin.read().upper())\nprint('e', file=sys.stderr)\nsys.exit({status})", stdin="abc")
-    assert (found.returncode, found.stdout, found.stderr) == (status, "ABC\n", "e\n")
-
-
 def test_a_fatal_signal_is_told_with_its_place():
     found = run(
         "record.describe(rank=2, size=4, host='a-host', num_instructions=9)\n"
@@ -218,22 +212,6 @@ def test_a_signal_from_somebody_is_not_the_code():
     found = run("os.kill(os.getpid(), signal.SIGTERM)")
     assert found.returncode == 128 + signal.SIGTERM and "SIGTERM before it had joined the other ranks" in found.stderr
     assert "another process, or its own code, sent it" in found.stderr and "code failed" not in found.stderr
-
-
-@pytest.mark.parametrize(("launched", "name"), [({}, "rank 0 of 1"), (LAUNCHED, "rank 2 of 4")])
-def test_who_has_not_met_the_others_has_the_launchers_number(launched, name):
-    process, child = start("time.sleep(60)", **launched)
-    os.kill(child, signal.SIGKILL)
-    _, stderr = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 128 + signal.SIGKILL
-    assert f"{name} (host " in stderr and "was ended by SIGKILL before it had joined the other ranks" in stderr, stderr
-
-
-@pytest.mark.parametrize(("status", "told"), [(0, 1), (3, 3)])
-def test_an_exit_that_says_nothing_is_told(status, told):
-    found = run(f"record.describe(rank=1, size=2, host='a-host')\nos._exit({status})")
-    assert found.returncode == told and found.stderr.count(PREFIX) == 1
-    assert "rank 1 of 2 (host a-host, process " in found.stderr and f"exited with {status}" in found.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -263,20 +241,6 @@ def test_a_stop_is_no_signal():
     process.send_signal(signal.SIGUSR1)
     told = process.communicate(timeout=LIMIT_S)[0]
     assert told == f"Received(number={signal.SIGUSR1:d}, code=0, process={os.getpid()})\n"
-
-
-def test_a_signal_that_was_asked_for_is_no_news():
-    process, _ = start("time.sleep(60)")
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=LIMIT_S) == ("", "") and process.returncode == 128 + signal.SIGTERM
-
-
-def test_a_signal_of_one_rank_alone_is_told():
-    """mpiexec forwards SIGTERM and SIGINT to all ranks, which answer; it would end the others without a word."""
-    process, _ = start("time.sleep(60)", **LAUNCHED)
-    process.send_signal(signal.SIGQUIT)
-    _, stderr = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 128 + signal.SIGQUIT and stderr.count(PREFIX) == 1 and "by SIGQUIT" in stderr, stderr
 
 
 def test_a_supervisor_ends_with_its_launcher():

@@ -14,7 +14,7 @@ from bench.rows import TIMED as OF_A_RUN
 from rlhf_spmd import embedded
 from rlhf_spmd.__main__ import main
 from tests import environments, warm
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests.run_mpi import mpi_command, mpi_environment
 
 WORDS = ("--preset", "tools", "num_samples=1")
 SMALL = ("iterations=2", "rollout_batch=8", "mini_batch=32", "eval.num_prompts=32", "eval.every=2")
@@ -132,26 +132,6 @@ def test_a_kill_at_any_place_leaves_the_same_bits(of_three, place):
     trained(2, "--resume", run, limit_s=400.0, DEADLY=str(run.parent))
     assert rows(run) == rows(of_three(2))
     assert weights_of(run) == weights_of(of_three(2))
-
-
-@pytest.mark.slow
-def test_groups_whose_environment_breaks_are_left_out_of_a_run(tmp_path):
-    words = ("--runs", tmp_path, f"environment={OWN}:Breaking", "reward_function=rlhf_spmd.rewards:exact_answer")
-    status, _, stderr = run_limited(command(2, *WORDS, *SMALL, *words), limit_s=300, environment=mpi_environment())
-    assert status and "Breaking broke 4 times: fix it" in stderr and "OSError: the table cannot be read" in stderr
-    trained(2, *WORDS, *SMALL, *words, "--name", "dropped", "episode.on_failure=drop_group", "rollouts.every=1")
-    of_run = rows(tmp_path / "dropped")
-    for number, row in enumerate(of_run):
-        parts = (tmp_path / "dropped" / "rollouts" / f"iteration-{number:06d}").glob("*")
-        lines = [line for part in parts for line in part.read_text(encoding="utf-8").split("\n")[:-1]]
-        samples = [json.loads(line) for line in lines]
-        broken = [sum(sample["table"].values()) % 4 == 0 for sample in samples]
-        assert [not any(sample["drawn"]) for sample in samples] == broken
-        assert row["dropped_episodes"] == pytest.approx(sum(broken) / len(samples))
-        kept = [sample["scores"] for sample in samples if sample["scores"] is not None]
-        assert len(kept) == len(samples) - sum(broken)
-        assert row["reward"] == pytest.approx(sum(kept) / len(kept))
-    assert any(row["dropped_episodes"] for row in of_run)
 
 
 @pytest.mark.slow

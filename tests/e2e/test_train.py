@@ -144,10 +144,11 @@ device = "slow"
 memory_gib = 2
 """
 MORE = [("interleaving2", "strategy.zero=3"), ("separation",), ("separation", "strategy.zero=3")]
+MORE += [("reallocation", "strategy.training_tp=2", "strategy.training_pp=2", "strategy.offload=true")]
+MORE[-1] += ("strategy.tokens=40",)  # tests/mpi/test_layouts.py has each of these
 OTHERS = [
     *(pytest.param(options, marks=pytest.mark.slow, id=" ".join(options)) for options in MORE),
     ("separation", "strategy.generation_tp=2", "strategy.training_pp=2"),
-    ("reallocation", "strategy.training_tp=2", "strategy.training_pp=2", "strategy.offload=true", "strategy.tokens=40"),
     ("heterogeneous", "--cluster", "{folder}/cluster.toml"),
 ]
 

@@ -1,10 +1,13 @@
 """docs/one_iteration.md shows what a run of the demo executes."""
 
+import pytest
+
 from tools.pages import walk
 
 LONGEST = 12  # frames of our own code from `main` to the model
 
 
+@pytest.mark.slow
 def test_the_page_is_as_a_run_is():
     ways = walk.stacks()
     assert walk.PAGE.read_text(encoding="utf-8") == walk.page(ways), "run `python -m tools walk`"

@@ -100,20 +100,6 @@ torch.distributed.all_reduce(torch.ones(1), group=world.group("all"))
     assert time.time() - float(out.split()[-1]) < 30
 
 
-def test_a_programming_error_shows_one_traceback():
-    status, _, err = run(
-        4,
-        """
-if world.rank % 2:
-    raise KeyError("wrong key")
-time.sleep(300)
-""",
-    )
-    assert status == 1
-    assert err.count("Traceback") == 1 and err.count("KeyError: 'wrong key'") == 1 and "(reported by rank " in err
-    assert PREFIX not in err
-
-
 def test_an_interrupted_rank_is_named():
     status, _, err = run(
         3,
@@ -157,10 +143,6 @@ def run_alone(**environment):
     """Starts the program without mpiexec, as a launcher of another MPI would start each of its processes."""
     program = [sys.executable, "-c", PROGRAM.format(body="    print(world.size)", deadline_s=5)]
     return run_limited(program, limit_s=LIMIT_S, environment=environment_alone(**environment))
-
-
-def test_started_without_mpiexec_it_is_one_rank():
-    assert run_alone() == (0, "1\n", "")
 
 
 def test_a_start_in_which_every_process_is_alone_is_refused():

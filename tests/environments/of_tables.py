@@ -4,17 +4,29 @@ ends its rank where a test says so.
 A test makes the file DEADLY/PLACE: the first process that comes to this place removes it, and kills its rank.
 """
 
+import asyncio
+import json
 import os
 import random
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rlhf_spmd.embedded.table_tools import Table
 from rlhf_spmd.rewards import exact_answer
 
+AsyncOpenAI: Any = None
+with suppress(ImportError):
+    from openai import AsyncOpenAI
+
 LONGEST_S = 0.03
+SCHEMAS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {part: {}}}}}
+    for name, part in (("lookup", "word"), ("calculate", "expression"))
+]
 
 
 def deadly(place: str, rank: int, after_s: float = 0.0) -> None:
@@ -77,3 +89,24 @@ def judge(prompts: list[str], responses: list[str], answer: list[str]) -> list[f
     """Scores as exact_answer, in a rank that trains a moment later."""
     deadly("in training", os.getpid(), after_s=0.1)
     return exact_answer(prompts, responses, answer)
+
+
+async def agent(client, prompt, table):
+    """Uses such an environment by a client of its own, if OpenAI's package is there."""
+    tools, messages = Sleepy(), list(prompt)
+    client = AsyncOpenAI() if AsyncOpenAI else client
+    tools.reset(table)
+    while True:
+        response = await client.chat.completions.create(model="m", messages=messages, tools=SCHEMAS)
+        message = response.choices[0].message
+        if not message.tool_calls:
+            tools.close()
+            return 0.0
+        messages.append(message)
+        for call in message.tool_calls:
+            try:
+                function = getattr(tools, call.function.name)
+                result = await asyncio.to_thread(function, **json.loads(call.function.arguments))
+            except Exception as error:
+                result = f"error: {type(error).__name__}"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})

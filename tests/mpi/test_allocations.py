@@ -180,7 +180,9 @@ GRIDS = {
 NEEDS = {"tp2": 2, "tp2 zero 1": 2, "pp2": 2, "pp2 tp2 zero 1": 4, "offload": 2, "separation tp2": 4}  # of the ranks
 
 
-IN_BOTH = ("dp zero 3", "pp2 tp2 zero 1", "separation tp2")  # the other grids in bfloat16 only with `-m slow`
+# grid -> its precision in `make test`; the others are parts of these
+QUICK = {"dp zero 3": "bfloat16", "pp2 tp2 zero 1": "bfloat16", "separation tp2": "bfloat16", "separation": "float32"}
+QUICK |= dict.fromkeys(("dp zero 2", "dp zero 1 offload", "tp2 zero 1", "offload"), "float32")
 
 
 def static_cases() -> list:
@@ -188,7 +190,7 @@ def static_cases() -> list:
     cases = []
     for grid, dtype in product(GRIDS, ("float32", "bfloat16")):
         marks = [pytest.mark.slow_at(2, 8) if grid in NEEDS else pytest.mark.rotates]
-        if dtype == "bfloat16" and grid not in IN_BOTH:
+        if dtype != QUICK.get(grid):
             marks.append(pytest.mark.slow)
         cases.append(pytest.param(grid, dtype, marks=marks))
     return cases

@@ -82,6 +82,8 @@ PLACEMENTS = {
 CASES = [("separation", case) for case in OPTIONS]
 CASES += [("separation 1", "state"), ("apart", "ppo"), ("halves", "state"), ("halves", "ppo"), ("beside", "state")]
 CASES += [("trained on halves", "state"), ("scattered", "ppo"), ("scattered", "whole")]
+MORE = [("separation", "rloo"), ("separation", "reinforce_plus_plus"), ("separation 1", "state")]
+MORE += [("halves", "ppo"), ("scattered", "ppo")]  # of the same: others have their calls or their placement
 
 
 class Chained(RunOf):
@@ -123,7 +125,10 @@ def config_of(folder: Path, overrides: list[str], case: str) -> Config:
 @pytest.mark.parametrize(
     ("placement", "case"),
     [
-        *(pytest.param(*case, id="-".join(case), marks=pytest.mark.rotates) for case in CASES),
+        *(
+            pytest.param(*case, id="-".join(case), marks=[pytest.mark.rotates, *[pytest.mark.slow] * (case in MORE)])
+            for case in CASES
+        ),
         pytest.param("sliced", "state", id="sliced-state", marks=pytest.mark.ranks(4)),
     ],
 )

@@ -89,12 +89,3 @@ def read(model: Transformer, batch: Sequences, output: torch.Tensor) -> torch.Te
     if model.head == "scalar":
         return response_values(model, batch, output)
     return response_logprobs(model, batch, output, **PLAIN)
-
-
-def test_below_stage_3_nothing_is_gathered(world, make_group):
-    engine = make_engine(
-        make_model("lm", tied=True), groups=Groups(data=make_group(tuple(range(world.size)))), options=EngineOptions(0)
-    )
-    assert not engine.shards_weights
-    with engine.gathered(engine.model.besides_layers()):
-        assert all(p.numel() for p in engine.model.parameters())

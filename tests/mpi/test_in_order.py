@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.usefixtures("cheap_garbage_collection"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
-NUM_RANDOM, NUM_QUICK = 30, 4
+NUM_RANDOM, NUM_QUICK = 30, 2
 QUICK_CHAINS = ("separation", 150), ("separation in slices", 0)
 
 

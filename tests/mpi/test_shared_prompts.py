@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.runtime.data import shared_prompts
 from rlhf_spmd.runtime.data.packed_rows import TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
@@ -59,13 +58,3 @@ def test_where_nothing_can_be_written_all_tokenise(world, monkeypatch, tmp_path)
     found, loaded = share(world, load)
     check(found)
     assert loaded == list(range(world.size))
-
-
-def test_who_does_not_see_the_file_tokenises(world, monkeypatch):
-    """The last rank opens another file of that name."""
-    mapped = shared_prompts._map
-    if world.rank == world.size - 1:
-        monkeypatch.setattr(shared_prompts, "_map", lambda about: mapped({**about, "path": __file__}))
-    found, loaded = share(world, load)
-    check(found)
-    assert loaded == [0, world.size - 1] or world.num_nodes > 1

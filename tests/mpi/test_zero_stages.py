@@ -78,9 +78,16 @@ def test_sums_of_two_nodes(job, monkeypatch):
     assert not torch.equal(expected, first + second + third + fourth)  # the order makes a difference
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("num_micro", [1, 3])
-@pytest.mark.parametrize("group", ["all", "first half", "two nodes"])
+@pytest.mark.parametrize(
+    ("group", "num_micro", "dtype"),
+    [
+        ("all", 3, torch.float32),
+        ("first half", 1, torch.bfloat16),
+        ("two nodes", 1, torch.float32),
+        ("two nodes", 3, torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_stages_and_buckets(job, group, num_micro, dtype, monkeypatch):
     """Uneven data, one rank without any, clipping active."""
     more, found = dict(LATE), {}
@@ -111,6 +118,7 @@ GRIDS = {  # of 4 ranks: options of the layout, then of the run
     "dp2 pp2": ({"pp": 2}, {}),
     "adapters": ({"recompute": True}, {"lora.rank": 2}),
 }
+QUICK = ("dp2 tp2", "dp2 pp2", "adapters")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +131,7 @@ def folder(world, shared_folder):
 
 
 @pytest.mark.parametrize(
-    "grid", [pytest.param(grid, marks=[pytest.mark.slow] * (grid == "dp2 tp2 recompute")) for grid in GRIDS]
+    "grid", [pytest.param(grid, marks=[] if grid in QUICK else pytest.mark.slow) for grid in GRIDS]
 )
 def test_stages_of_whole_runs(grid, world, folder, make_group, monkeypatch):
     """Slices and stages that share weights, with several optimizer steps of several micro-batches."""

@@ -34,7 +34,7 @@ MODELS = {
     "ernie4_5": [("ERNIE 4.5, dense", "0.3", NONE)],
     "olmo2": [("OLMo 2", "1, 7, 13, 32", NONE)],
     "olmo3": [("OLMo 3", "7, 32", "`<function_calls>f(x=1)`")],
-    "gpt_neox": [("Pythia", "0.07 to 12", "no template")],
+    "gpt_neox": [("GPT-NeoX, Pythia", "0.07 to 12, 20", "no template")],
     "gpt2": [("GPT-2", "0.12, 0.35, 0.77, 1.5", "no template")],
     "opt": [("OPT, not that of 0.35", "0.125, 1.3, 2.7, 6.7, 13, 30, 66", "no template")],
     "starcoder2": [("StarCoder2", "3, 7, 15", NONE)],

@@ -12,6 +12,10 @@ EXPERTS = {  # all experts of a layer -> each of them
     "mlp.experts.down_proj": ("mlp.experts.{}.down_proj",),
 }
 GELU = ("gelu_pytorch_tanh", "gelu")  # which transformers takes for the first one
+ACTIVATIONS = (  # of MLPs without a gate, any of which a model may have
+    *("gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
+    *("quick_gelu", "relu", "relu2", "silu", "swish"),
+)
 UNSUPPORTED = (  # of mixtures: shared experts, groups of experts, clipped queries and keys
     *("shared_expert_intermediate_size", "n_shared_experts", "n_group", "topk_group", "clip_qkv"),
 )
@@ -28,7 +32,8 @@ class Family:
     always: fields that are true in every model.
     switches: keys that are true or false -> the fields that they set.
     keys: Hugging Face's usual keys -> the keys of this family.
-    activation: the key of the activation and its names; the first of them is written.
+    activation: the key of the activation and its names; the first of them is written. MLPs without a gate may have
+        others, of ACTIVATIONS.
     refused: keys that ask for what no layer has.
     needed: keys that may say this alone, or what another key says.
     numbers: keys of multipliers and scales -> the fields that they give; positive, the same type is written again.

@@ -101,7 +101,7 @@ class TurnJoins:
             opened = self.render([ASK], True)
             turns = (self.render([ASK, _answer(text)], False) for text in (MARK, THINKING.format(MARK) + MARK))
             if not any(turn.startswith(opened) for turn in turns):
-                raise self._refused("a turn in an earlier place begins in another way than the one that is to be drawn")
+                raise self._refused("an earlier turn begins in another way than the one that is to be generated")
 
     def _try(self, role: str, first: str, second: str) -> None:
         """Renders a conversation of two turns of the assistant piece by piece. Raises UserError."""

@@ -385,7 +385,8 @@ class Cost:
         read_s = (workload.param_bytes * num_read(shape, shard, places) + cached) / device.memory_bytes_per_s
         head = head_flops(shape, places, layout.tp) if shard.is_last else 0.0
         flops = num_layers * layer_flops(shape, places, context, layout.tp, layers=layers) + head
-        num_reduces = 2 * num_layers if layout.tp > 1 else 0  # after attention and after the MLP (Megatron)
+        per_layer = 2 + 2 * shape.qk_norm_of_all  # after attention and after the MLP (Megatron), and of norms
+        num_reduces = per_layer * num_layers if layout.tp > 1 else 0
         link, hidden_bytes = self.link(layout.tensor_ranks(rank)), places * shape.hidden_size * workload.param_bytes
         reduce_s = num_reduces * 2 * all_gather_s(link, layout.tp, hidden_bytes)
         busy_s = max(read_s, flops / device.matrix_flops) + adapters_s + reduce_s

@@ -243,7 +243,7 @@ def show_findings(findings: Sequence[Finding]) -> str:
 
 def verdict(findings: Sequence[Finding]) -> str:
     """Says whether a program may start, in one line."""
-    proved = "every message has its receiver, every group meets in one order, nothing can deadlock."
+    proved = "messages arrive, groups meet in order; no deadlock."
     errors = sum(one.severity == "error" for one in findings)
     warnings = len(findings) - errors
     told = [f"{num} {word}{'s' * (num > 1)}" for num, word in ((errors, "error"), (warnings, "warning")) if num]

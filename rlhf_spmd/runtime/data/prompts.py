@@ -70,7 +70,7 @@ class PromptSet:
     num_cut: int = 0  # rows with a response that was cut
     num_silent: int = 0  # rows that were left out, because nothing in them is learned
     column_names: tuple[str, ...] = ()  # of the other columns of all rows together
-    remarks: tuple[str, ...] = ()  # for the heading: what is odd about the rows
+    remarks: tuple[str, ...] = ()  # for the banner: what is odd about the rows
     _order: PromptOrder = field(init=False, repr=False, compare=False)
     hashes: dict[str, str] = field(default_factory=dict, repr=False, compare=False)  # known ones
 

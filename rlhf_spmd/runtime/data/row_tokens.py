@@ -95,7 +95,7 @@ class RowTokens:
     text: of the prompt.
     is_plain: the prompt is a column of its own, as text.
     marks: 1 for each token of a single response that is learned.
-    remark: for the heading, after a number of rows; empty: nothing is odd.
+    remark: for the banner, after a number of rows; empty: nothing is odd.
     """
 
     form: str

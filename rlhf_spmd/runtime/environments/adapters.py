@@ -6,6 +6,7 @@
     init(prompt), step(action)         BaseTextEnv of SkyRL-Gym
     reset(states), step(states)        AgentInstance of OpenRLHF
     create, execute                    BaseTool of verl; with a file of tools (.yaml), or a list of classes
+    run(client, **columns)             an agent that asks the model by a client of OpenAI's form (agents.py)
 
 A dict of classes by name has one for each value of the column `environment`. What an environment of another program has
 that is not supported is refused by its name.
@@ -25,6 +26,7 @@ from rlhf_spmd.model.config import naming
 from rlhf_spmd.pages.named_objects import load_named
 from rlhf_spmd.pages.option_suggestions import did_you_mean
 from rlhf_spmd.runtime.data.readers import no_column
+from rlhf_spmd.runtime.environments.agents import CLIENT, AgentSession, is_agent, no_endpoint
 from rlhf_spmd.runtime.environments.native import BY_NAME, FunctionSession, ObjectSession, Session
 from rlhf_spmd.runtime.environments.others import (
     OpenRLHFSession,
@@ -50,7 +52,8 @@ OF_SLIME = {"args", "sample", "sampling_params"}  # parameters of a function tha
 class Environment:
     """What is known of an environment before it is used.
 
-    speaks: tools (calls in the model's format), chat (a turn is answered by messages) or text (as it is).
+    speaks: tools (calls in the model's format), chat (a turn is answered by messages), text (as it is) or agent (a turn
+        is the answer to a request).
     tools: functions, or their schemas, by name.
     is_stateless: its answers depend on the call alone.
     """
@@ -77,7 +80,8 @@ def load_environments(spec: str, columns: Sequence[str] | None = None) -> dict[s
     with naming(f"environment {spec!r}"):
         if spec.endswith((".yaml", ".yml")):
             return {"": _of_verl(spec, verl_tools(spec))}
-        named = load_named(spec, "Name")
+        with no_endpoint():
+            named = load_named(spec, "Name")
         if not isinstance(named, Mapping):
             return {"": _recognised(spec, named, columns)}
         if columns is not None and CHOICE not in columns:
@@ -106,6 +110,8 @@ def _recognised(spec: str, named: Any, columns: Sequence[str] | None) -> Environ
     cls = named if inspect.isclass(named) else _made_by(named)
     if cls is not None:
         return _of_class(spec, cls, columns, named)
+    if is_agent(named):
+        return _of_agent(spec, named, columns)
     listed = [*named] if isinstance(named, list | tuple) else [named]
     if listed and all(has_methods(tool, "create", "execute") for tool in listed):
         return _of_verl(spec, [VerlTool(tool) for tool in listed])
@@ -178,15 +184,26 @@ def _of_class(spec: str, cls: Any, columns: Sequence[str] | None, make: Callable
     return Environment(spec, "tools", lambda: ObjectSession(make, tuple(tools)), methods)
 
 
+def _of_agent(spec: str, function: Any, columns: Sequence[str] | None) -> Environment:
+    if not inspect.iscoroutinefunction(function):
+        raise UserError(f"{function.__name__}({CLIENT}, ...) is not async: write async def, and await the client")
+    _check_columns("it", function, columns)
+    return Environment(spec, "agent", lambda: AgentSession(function))
+
+
 def _check_reset(cls: Any, columns: Sequence[str] | None) -> None:
-    """Raises UserError if reset() asks for what the data set lacks."""
+    _check_columns("its reset()", cls.reset, columns)
+
+
+def _check_columns(what: str, function: Any, columns: Sequence[str] | None) -> None:
+    """Raises UserError if a function asks, behind its first parameter, for what the data set lacks."""
     if columns is None:
         return
-    _, *parameters = inspect.signature(cls.reset).parameters.values()
+    _, *parameters = inspect.signature(function).parameters.values()
     for parameter in parameters:
         is_required = parameter.default is parameter.empty and parameter.kind in BY_NAME
         if is_required and parameter.name not in (*columns, *SEEDS):
-            raise no_column(f"its reset() asks for {parameter.name}", parameter.name, columns, SEEDS)
+            raise no_column(f"{what} asks for {parameter.name}", parameter.name, columns, SEEDS)
 
 
 def _of_verl(spec: str, tools: Sequence[VerlTool]) -> Environment:

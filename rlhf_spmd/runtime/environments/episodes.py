@@ -7,6 +7,7 @@ in a worker that ended, any of them may have ended it; so the last try of each r
 """
 
 import hashlib
+import json
 import math
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -23,7 +24,7 @@ from rlhf_spmd.runtime.workers.pool import WorkerPool
 
 MOST_TRIES = 3  # with a fresh environment, after the first one broke or was lost
 COMPLETED, TOOL_STOPPED, TIMEOUT = "completed", "tool_stopped", "rollout_timeout"
-DROPPED = "dropped_episodes"  # in the log
+DROPPED, CHANGED = "dropped_episodes", "agent_mismatches"  # in the log
 REWARD = {"do": "reward"}  # the last question of an episode
 GONE = {"gone": True}  # the answer of a worker without the episode
 
@@ -76,6 +77,8 @@ class EpisodeState:
     work: yields questions for its worker and, between turns, None.
     ticket: of the question that waits; 0: none.
     until_s: when its time is over.
+    num_tokens: that the model has seen and drawn so far.
+    cut: what it drew in the turn that a limit ended.
     made: the calls so far that were answered in time, with their answers; the first one begins it.
     num_broken, num_lost: how often its environment raised, and how often its worker ended.
     reason: why it ended; empty: it has not.
@@ -90,17 +93,24 @@ class EpisodeState:
     ticket: int = 0
     until_s: float = math.inf
     turn: int = 0
+    num_tokens: int = 0
+    cut: list[int] = field(default_factory=list)
     made: list[tuple[Question, Reply]] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     end_reward: float = 0.0
     num_calls: int = 0
     num_failures: int = 0
     num_timeouts: int = 0
+    num_changed: int = 0
     num_broken: int = 0
     num_lost: int = 0
     seconds: list[float] = field(default_factory=list)
     reason: str = ""
     is_reported: bool = False
+
+    @property
+    def is_of_agent(self) -> bool:
+        return self.renderer.environment.speaks == "agent"
 
     @property
     def where(self) -> str:
@@ -150,15 +160,16 @@ class Episodes:
             self._go_on(number)
         while self._tickets:
             self._take_answers(1.0)
-        return [
-            state.renderer.prompt_ids(
-                state.row.where,
-                state.row.text,
-                state.row.messages,
-                Opening(**state.made[0][1]["opening"]) if state.made else Opening(),
-            )
-            for state in self.states
-        ]
+        return [self._opened(state) for state in self.states]
+
+    def _opened(self, state: EpisodeState) -> list[int]:
+        row, opening = state.row, Opening(**state.made[0][1]["opening"]) if state.made else Opening()
+        if state.is_of_agent:
+            assert state.renderer.with_tools is not None
+            state.renderer = state.renderer.with_tools(json.dumps(opening.tools))
+        token_ids = state.renderer.prompt_ids(row.where, row.text, row.messages, opening)
+        state.num_tokens = len(token_ids)
+        return token_ids
 
     def drew(self, row: int, token_ids: list[int]) -> None:
         """Notes that the model ended a turn of this row with these ids, the one that ends the turn included, if it drew
@@ -172,6 +183,10 @@ class Episodes:
             self._report(row, state, state.reason)
         else:
             self._go_on(row, token_ids)
+
+    def cut(self, row: int, token_ids: list[int]) -> None:
+        """Notes what the model drew in the turn in which a limit ended a row."""
+        self.states[row].cut = token_ids
 
     def answers(self, wait_s: float) -> list[Answer]:
         """Returns the answers that have come back since; waits for so long at most if nothing has."""
@@ -215,6 +230,8 @@ class Episodes:
             "tool_failures": (sum(state.num_failures for state in self.states), num),
             "tool_timeouts": (sum(state.num_timeouts for state in self.states), num),
         }
+        if any(state.is_of_agent for state in self.states):
+            counted[CHANGED] = (sum(state.num_changed for state in self.states), num)
         for state in self.states if self.on_failure == "drop_group" else ():
             key = state.renderer.environment.key
             for name in (DROPPED, f"{DROPPED}/{key}") if key else (DROPPED,):
@@ -284,7 +301,8 @@ class Episodes:
                 reason = drawn if isinstance(drawn, str) else (yield from self._turn(number, state, drawn))
             if has_state and reason != TIMEOUT:
                 self._report(number, state, reason)
-                state.end_reward = (yield from self._asked(state, REWARD))["reward"]
+                last = REWARD | {"cut": self._said(state, state.cut, state.turn + 1)} if state.cut else REWARD
+                state.end_reward = (yield from self._asked(state, last))["reward"]
         except Dropped:
             reason = TOOL_STOPPED
         self._end(number, state, reason)
@@ -292,13 +310,16 @@ class Episodes:
     def _turn(self, number: int, state: EpisodeState, drawn: list[int]) -> Generator[Question, Reply, str]:
         """Answers a turn. Returns why the episode ends; empty: it does not."""
         renderer, limits = state.renderer, self.limits
-        _, calls = renderer.parse(drawn, is_first=state.turn == 1)
-        if renderer.form and not calls:
+        if state.is_of_agent:
+            _, calls = renderer.said(drawn, state.turn)
+        else:
+            _, calls = renderer.parse(drawn, is_first=state.turn == 1)
+        if renderer.form and not calls and not state.is_of_agent:
             return COMPLETED
         if limits.calls and state.num_calls + len(calls) > limits.calls:
             return "max_tool_calls"
         steps: list[Step] = []
-        asked: list[Call | None] = [*calls] or [None]
+        asked: list[Call | None] = [None] if state.is_of_agent or not calls else [*calls]
         for call in asked:
             step = yield from self._step(state, call, drawn)
             state.num_failures += step.has_failed
@@ -308,19 +329,23 @@ class Episodes:
             return TOOL_STOPPED
         if limits.turns and state.turn >= limits.turns:
             return "max_turns"
-        if time.monotonic() >= state.until_s:
+        if time.monotonic() >= state.until_s or (state.is_of_agent and state.num_timeouts):
             return TIMEOUT
-        self._ready.append(Answer(number, tuple(renderer.answer_ids(drawn, calls, steps))))
+        token_ids = renderer.answer_ids(drawn, calls, steps)
+        state.num_tokens += len(drawn) + len(token_ids)
+        self._ready.append(Answer(number, tuple(token_ids)))
         return ""
 
     def _step(self, state: EpisodeState, call: Call | None, drawn: list[int]) -> Generator[Question, Reply, Step]:
         """Returns the answer to a call, or to a turn without one."""
-        message: Question = {"do": "step", "text": state.renderer.text_of(drawn)}
+        message: Question = {"do": "step", "text": self._said(state, drawn, state.turn)}
         if call is not None:
             state.num_calls += 1
             if call.error:
                 return Step(call.error, has_failed=True)
             message = {"do": "call", "name": call.name, "arguments": call.arguments}
+        if state.is_of_agent:
+            state.num_calls += len(message["text"]["calls"])
         began_s = time.monotonic()
         answer = yield from self._asked(state, message)
         state.seconds.append(time.monotonic() - began_s)
@@ -329,6 +354,20 @@ class Episodes:
             return Step(f"error: timed out after {self.limits.tool_s:g} s", has_failed=True)
         state.made.append((message, answer))
         return Step(**answer["step"])
+
+    def _said(self, state: EpisodeState, drawn: list[int], turn: int) -> Any:
+        """Returns what a turn says, as environments get it."""
+        if not state.is_of_agent:
+            return state.renderer.text_of(drawn)
+        words, calls = state.renderer.said(drawn, turn)
+        reason = "length" if state.cut else "tool_calls" if calls else "stop"
+        return {
+            "words": words.strip(),
+            "calls": [{"id": call.number, "name": call.name, "arguments": call.arguments} for call in calls],
+            "finish_reason": reason,
+            "num_prompt": state.num_tokens,
+            "num_drawn": len(drawn),
+        }
 
     def _asked(self, state: EpisodeState, message: Question) -> Generator[Question, Reply, Reply]:
         """Asks the environment until it answers, and returns the answer. Raises Dropped if it broke too often, or

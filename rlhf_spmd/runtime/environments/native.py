@@ -53,11 +53,12 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Opening:
     """How an environment changes the prompt of its row; nothing is given: not at all. add: to the last message of the
-    user. messages, text: the whole prompt instead."""
+    user. messages, text: the whole prompt instead. tools: that an agent names, in place of the environment's."""
 
     add: str = ""
     messages: list[Message] | None = None
     text: str | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,14 @@ class Step:
 
     observation: text, or messages with the roles user or tool.
     has_failed: a tool has, and the observation says how.
+    num_changed: requests of an agent before it that were refused, because they changed the conversation.
     """
 
     observation: str | list[Message] = ""
     reward: float = 0.0
     is_done: bool = False
     has_failed: bool = False
+    num_changed: int = 0
 
 
 class Session:
@@ -84,9 +87,12 @@ class Session:
         """Calls a tool."""
         raise NotImplementedError
 
-    async def step(self, text: str) -> Step:
-        """Answers a turn."""
+    async def step(self, text: Any) -> Step:
+        """Answers a turn. text: what it says; to an agent see agents.completion."""
         raise NotImplementedError
+
+    def cut(self, text: Any) -> None:
+        """Notes what the last turn says, as `step` takes it, if a limit has ended the episode in it."""
 
     async def reward(self) -> float:
         """Returns what the episode is worth beside the rewards of its steps."""

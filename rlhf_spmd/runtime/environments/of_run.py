@@ -32,6 +32,7 @@ class RunEnvironments:
         seed: int,
         on_failure: Literal["stop", "drop_group"] = "stop",
         form: str = "",
+        drawing: Mapping[str, Any] | None = None,
         beat: Callable[[], None] = lambda: None,
     ):
         """Loads the environments of a run. Raises UserError for an environment, a tool or a template that cannot be
@@ -40,12 +41,15 @@ class RunEnvironments:
         spec, columns: as in load_environments.
         render, stops, template, form: as in renderer_of.
         key: the column of prompts.
+        drawing: how the model draws, for agents.
         beat: see WorkerPool.
         """
         self.spec, self.columns, self.num_workers, self.limits = spec, list(columns), num_workers, limits
         self.seed, self.key, self.on_failure, self.beat = seed, key, on_failure, beat
         self.run = ""  # its name, for the ids of episodes
         self.environments = load_environments(spec, columns)
+        has_agents = any(environment.speaks == "agent" for environment in self.environments.values())
+        self.drawing = drawing if has_agents else None
         self.renderers = {
             name: renderer_of(environment, tokenizer, render, stops, template=template, describe=tool_schema, form=form)
             for name, environment in self.environments.items()
@@ -83,9 +87,10 @@ class RunEnvironments:
         """Returns the episodes of a generate call. Raises UserError for a row of an unknown environment. name: of the
         call."""
         if self._workers is None:
-            self._workers = environment_workers(self.spec, self.columns, num=self.num_workers, beat=self.beat)
+            how: dict[str, Any] = {"num": self.num_workers, "drawing": self.drawing, "beat": self.beat}
+            self._workers = environment_workers(self.spec, self.columns, **how)
         renderers = [self.renderers[chosen(self.environments, row.columns).key] for row in rows]
-        how: dict[str, Any] = {"seed": self.seed, "iteration": iteration, "on_failure": self.on_failure}
+        how = {"seed": self.seed, "iteration": iteration, "on_failure": self.on_failure}
         return Episodes(rows, renderers, self._workers, self.limits, name=f"{self.run} {name}", **how)
 
     def close(self) -> None:

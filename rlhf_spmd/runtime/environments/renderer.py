@@ -4,17 +4,21 @@ text."""
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import groupby
 from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
-from rlhf_spmd.model.texts.tool_calls import Call, format_of, read_turn
+from rlhf_spmd.model.texts.tool_calls import FIRST_ID, Call, format_of, read_turn
 from rlhf_spmd.model.texts.turns import MARK, TurnJoins, answer_of, tool_call
 from rlhf_spmd.runtime.environments.adapters import Environment
 from rlhf_spmd.runtime.environments.native import Message, Opening, Step
 
+ANY_TOOL = '[{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]'
+MOST_CALLS = 1000  # of a turn, for their ids
 Turn = dict[str, str | list[str]]  # model: what it says beside calls; calls; answers, which the last turn may lack
 Render = Callable[..., str]  # as of model.hf.ChatTemplate.render
 
@@ -25,6 +29,8 @@ class Renderer:
 
     form: of tool calls; empty: there are none.
     thinks: whether the first turn, and any later one, begins inside a thought that the template opened.
+    with_tools: makes the renderer of tools that an agent names, in JSON.
+    checked: roles of answers of which it is known that the template only adds to what it wrote.
     """
 
     environment: Environment
@@ -32,6 +38,8 @@ class Renderer:
     joins: TurnJoins
     form: str
     thinks: tuple[bool, bool] = (False, False)
+    with_tools: Callable[[str], "Renderer"] | None = None
+    checked: set[str] = field(default_factory=set)
 
     def text_of(self, drawn: Sequence[int]) -> str:
         """Returns the text of a turn, for the environment."""
@@ -47,6 +55,18 @@ class Renderer:
         text = self.tokenizer.decode([token for token in drawn if token not in self.joins.stops], special=True)
         return read_turn(text, self.form, is_thinking=self.thinks[not is_first])
 
+    def said(self, drawn: Sequence[int], turn: int) -> tuple[str, list[Call]]:
+        """Returns what a turn says to an agent, as `parse`. Calls that cannot be read are words, and no two calls of an
+        episode have the same id unless the model writes it."""
+        words, calls = self.parse(drawn, is_first=turn == 1)
+        if any(call.error for call in calls):
+            return self.text_of(drawn), []
+        later = turn * MOST_CALLS
+        return words, [
+            replace(call, number=str(later + FIRST_ID + index)) if call.number == str(FIRST_ID + index) else call
+            for index, call in enumerate(calls)
+        ]
+
     def prompt_ids(self, where: str, text: str, messages: list[Message] | None, opening: Opening) -> list[int]:
         """Returns the tokens of a prompt as an environment opens it. Raises UserError.
 
@@ -55,6 +75,8 @@ class Renderer:
         if self.environment.speaks == "text":
             return self.tokenizer.encode(text if opening.text is None else opening.text, special=messages is None)
         messages = messages if opening.messages is None else opening.messages
+        if messages is None and self.environment.speaks == "agent":  # which broke before its first request
+            messages = [answer_of("user", text)]
         if messages is None:
             raise UserError(
                 f"{where}: the prompt is text, and turns are joined by the chat template: write it as a list of "
@@ -77,6 +99,10 @@ class Renderer:
             (step,) = steps
             assert isinstance(step.observation, str)
             return self.joins.encode(_unicode(step.observation))
+        if self.environment.speaks == "agent":
+            (step,) = steps
+            assert isinstance(step.observation, list)
+            return self._continued(drawn, calls, step.observation)
         if calls:
             answers = [
                 answer_of("tool", _unicode(step.observation), _unicode(call.name) or "unknown", call.number)
@@ -87,6 +113,14 @@ class Renderer:
         given = [answer_of("user", step.observation)] if isinstance(step.observation, str) else step.observation
         messages = [message | {"content": _unicode(message["content"])} for message in given]
         return self.joins.after(drawn, messages)
+
+    def _continued(self, drawn: Sequence[int], calls: Sequence[Call], added: Sequence[Message]) -> list[int]:
+        """Returns the tokens of the messages that an agent adds."""
+        if new := {message["role"] for message in added} - self.checked:
+            self.joins.check(sorted(new))
+            self.checked.update(new)
+        messages = [message | {"content": _unicode(message["content"])} for message in added]
+        return self.joins.after(drawn, messages, [call.message for call in calls])
 
 
 def _unicode(text: Any) -> str:
@@ -113,17 +147,34 @@ def renderer_of(
     describe: see Environment.schemas.
     form: of tool calls; empty: as the template writes them.
     """
+
+    def joined(tools: list[dict[str, Any]] | None) -> TurnJoins:
+        def rendered(messages: list[Message], answers: bool) -> str:
+            return render(template, messages, answers=answers, tools=tools)
+
+        return TurnJoins(rendered, lambda text: tokenizer.encode(text, special=False), frozenset(stops), template)
+
+    if environment.speaks == "agent":
+
+        @cache
+        def with_tools(text: str) -> Renderer:
+            tools = json.loads(text)
+            made = _of_tools(environment, tokenizer, joined(tools), form) if tools else None
+            return replace(made or Renderer(environment, tokenizer, joined(None), ""), with_tools=with_tools)
+
+        return with_tools("null")
     tools = environment.schemas(describe) or None
-
-    def rendered(messages: list[Message], answers: bool) -> str:
-        return render(template, messages, answers=answers, tools=tools)
-
-    joins = TurnJoins(rendered, lambda text: tokenizer.encode(text, special=False), frozenset(stops), template)
+    joins = joined(tools)
     if environment.speaks == "text":
         return Renderer(environment, tokenizer, joins, "")
     joins.check(("tool",) if tools else ("user",))
     if not tools:
         return Renderer(environment, tokenizer, joins, "")
+    return _of_tools(environment, tokenizer, joins, form)
+
+
+def _of_tools(environment: Environment, tokenizer: Tokenizer, joins: TurnJoins, form: str) -> Renderer:
+    """Returns how rows with calls are written. Raises UserError for a template that has no known form of calls."""
     call = tool_call("f", {}, "000000000")
     answered = [{"role": "assistant", "content": "", "tool_calls": [call]}, answer_of("tool", "!", "f", call["id"])]
     thinks = joins.opens_thought(), joins.opens_thought(answered)
@@ -132,6 +183,9 @@ def renderer_of(
 
 def transcript(renderer: Renderer, token_ids: Sequence[int], drawn: Sequence[bool]) -> list[Turn]:
     """Returns the turns of an episode. token_ids: of its response. drawn: which of them the model drew."""
+    if renderer.with_tools is not None:  # of an agent, whose tools the rollouts do not have
+        with suppress(UserError):  # of a template without calls
+            renderer = renderer.with_tools(ANY_TOOL)
     turns: list[Turn] = []
     turn_ids: list[int] = []
     calls: list[Call] = []

@@ -21,6 +21,8 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.environments.adapters import load_environments
+from rlhf_spmd.runtime.environments.agents import AgentSession
+from rlhf_spmd.runtime.environments.endpoint import Endpoint
 from rlhf_spmd.runtime.environments.native import Session, Start
 from rlhf_spmd.runtime.workers.pool import WorkerPool
 from rlhf_spmd.runtime.workers.serve import Link
@@ -32,21 +34,27 @@ LINES = 12  # of a traceback that a rank gets
 
 
 def environment_workers(
-    spec: str, columns: Sequence[str], *, num: int, beat: Callable[[], None] = lambda: None
+    spec: str,
+    columns: Sequence[str],
+    *,
+    num: int,
+    drawing: Mapping[str, Any] | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> WorkerPool:
     """Starts workers for environments. Raises UserError if one cannot load them.
 
     spec, columns: as in load_environments.
+    drawing: how the model draws, for agents; None: there are none.
     beat: see WorkerPool.
     """
-    opening = {"environment": spec, "columns": list(columns)}
+    opening = {"environment": spec, "columns": list(columns), "drawing": drawing}
     how: dict[str, Any] = {"name": f"environment {spec}", "option": "environment_workers"}
     return WorkerPool(serve, opening, num=num, grace_s=GRACE_S, beat=beat, **how)
 
 
 def serve(link: Link, opening: Mapping[str, Any]) -> None:
     """Loads the environments in a worker, and answers the messages of the rank. Raises UserError."""
-    server = Server(link, opening["environment"], opening["columns"])
+    server = Server(link, opening["environment"], opening["columns"], opening["drawing"])
     link.send({"ready": True})
     asyncio.run(server.serve())
 
@@ -54,8 +62,9 @@ def serve(link: Link, opening: Mapping[str, Any]) -> None:
 class Server:
     """The episodes of a worker."""
 
-    def __init__(self, link: Link, spec: str, columns: Sequence[str]):
+    def __init__(self, link: Link, spec: str, columns: Sequence[str], drawing: Mapping[str, Any] | None):
         """Raises UserError, as load_environments."""
+        self.endpoint = None if drawing is None else Endpoint(drawing)
         self.link, self.environments = link, load_environments(spec, columns)
         self.sessions: dict[int, Session] = {}
         self.tasks: set[asyncio.Task[None]] = set()
@@ -64,6 +73,8 @@ class Server:
         """Answers until the rank closes the connection."""
         loop, is_over = asyncio.get_running_loop(), asyncio.Event()
         loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS))
+        if self.endpoint is not None:
+            await self.endpoint.open()
 
         def begin(message: dict[str, Any]) -> None:
             task = loop.create_task(self._answer(message))
@@ -101,6 +112,9 @@ class Server:
         set_episode_id(message["episode_id"])
         if do == "begin":
             session = environment.make()
+            if isinstance(session, AgentSession):
+                assert self.endpoint is not None
+                session.home = self.endpoint
             opening = await session.begin(Start(**message["start"]))
             self.sessions[key] = session
             return {"opening": asdict(opening)}
@@ -108,6 +122,7 @@ class Server:
             return {"gone": True}
         session = environment.make() if environment.is_stateless else self.sessions[key]
         if do == "reward":
+            session.cut(message.get("cut"))
             return {"reward": await session.reward()}
         if do == "step":
             return {"step": asdict(await session.step(message["text"]))}

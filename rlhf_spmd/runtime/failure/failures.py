@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.failure.signals import INTERRUPTED
 
 SHORT_TEXT = 60  # texts up to this length are quoted when ranks differ
 PREFIX = "rlhf_spmd: error: "  # of every message for a user
@@ -179,7 +180,7 @@ def report(error: BaseException, reporter: str, where: str, go_on: str) -> str:
     """
     text = str(error) if isinstance(error, UserError) else explain(error)
     if isinstance(error, KeyboardInterrupt):
-        text = "interrupted by SIGINT"
+        text = INTERRUPTED
     parts = [f"reported by {reporter}"] * bool(reporter) + [within(where)] * bool(where)
     is_complete = isinstance(error, DeadlineError | PeerError)  # these name ranks and position themselves
     by = f" ({', '.join(parts)})" if parts and not is_complete else ""

@@ -13,10 +13,12 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import is_folder, why_no_file
 from rlhf_spmd.runtime.failure.diagnosis import Divergence, RankState, WaitGraph, diagnose
 from rlhf_spmd.runtime.failure.records import NOWHERE, Record, read_records
-from rlhf_spmd.runtime.failure.signals import TERMINATED_STATUS, signal_name
+from rlhf_spmd.runtime.failure.signals import INTERRUPTED, TERMINATED_STATUS, signal_name
 
 STALE_S = 15.0  # supervisors write twice a second, but a shared file system may show it later
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+STOPPED_BY_USER = "stopped by SIGINT (Ctrl-C)"
+LEAST_SHARE = 0.05  # of its time that another rank waits more than the slowest one
 WAITS = ("Wait ", "Agree ", "waiting for")
 REPORTED = (  # fields of a record in the verbs' JSON
     *("rank", "host", "process", "state", "memory_bytes", "most_memory_bytes", "device_bytes", "status", "signal"),
@@ -48,7 +50,7 @@ def _trouble_of(record: Record, last_s: float) -> str:
 
 def slowest_rank(records: Sequence[Record]) -> tuple[int, float] | None:
     """Returns the rank that spends the smallest share of its time waiting for others, and this share; None for one
-    rank."""
+    rank, and where all wait alike."""
     shares = []
     for record in records:
         total_s = waited_s = 0.0
@@ -60,7 +62,7 @@ def slowest_rank(records: Sequence[Record]) -> tuple[int, float] | None:
         if total_s > 0:
             shares.append((waited_s / total_s, record.rank))
     share, rank = min(shares, default=(0.0, 0))
-    return (rank, share) if len(shares) > 1 else None
+    return (rank, share) if max(shares, default=(0.0, 0))[0] - share >= LEAST_SHARE else None
 
 
 def check_is_folder(folder: Path) -> None:
@@ -80,8 +82,10 @@ def records_of(folder: Path) -> list[Record]:
     return records
 
 
-def run_status(records: Sequence[Record], now: float) -> str:
-    """Returns whether a run is still running, or how it ended."""
+def run_status(records: Sequence[Record], now: float, message: str | None = None) -> str:
+    """Returns whether a run is still running, or how it ended. message: of the run, if it has left one."""
+    if (message or "").startswith(INTERRUPTED):
+        return STOPPED_BY_USER
     if all(record.end_s and record.status == TERMINATED_STATUS for record in records):
         return "ended by SIGTERM"
     if any(record.end_s and (record.status or record.signal) for record in records):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from signal import SIG_DFL, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, Signals, signal
 from types import FrameType
 
+INTERRUPTED = "interrupted by SIGINT"  # the message of a rank that was
 TERMINATED_STATUS, INTERRUPTED_STATUS = 128 + SIGTERM, 128 + SIGINT  # as a shell shows them
 CHECKPOINT, END = SIGUSR1, SIGTERM
 ASKED_BY = frozenset({SIGTERM, SIGINT, SIGHUP, SIGQUIT})  # intended ends

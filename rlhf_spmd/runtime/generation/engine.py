@@ -330,6 +330,7 @@ class Engine:
         for row in ended:
             requests.lengths[row.request - requests.first] = lengths[row.request]
             if self.turns is not None:
+                self.turns.outside.cut(row.request, self._turn_of(row.request, lengths[row.request]))
                 self.turns.cut(row.request, lengths[row.request])
         order, moves = self.scheduler.remove(rows, said)
         self.cache.move(moves)
@@ -339,12 +340,16 @@ class Engine:
             self._last_hidden = {key: place for key, place in self._last_hidden.items() if key in under_way}
         for row in outside:
             assert self.turns is not None
-            begin, end = self.turns.begin_of(row.request), lengths[row.request]
+            end = lengths[row.request]
             self.turns.end_turn(row.request, end)
-            self.turns.outside.drew(
-                row.request, requests.responses_RG[row.request - requests.first, begin:end].tolist()
-            )
+            self.turns.outside.drew(row.request, self._turn_of(row.request, end))
         return [row.request for row in ended]
+
+    def _turn_of(self, request: int, end: int) -> list[int]:
+        """Returns what a row drew in the turn under way."""
+        assert self.turns is not None
+        row = request - self.requests.first
+        return self.requests.responses_RG[row, self.turns.begin_of(request) : end].tolist()
 
     def _logits(self, hidden_BD: Tensor, weight_VD: Tensor) -> Tensor:
         """Returns the logits of the known tokens of this rank's slice, -inf for holes between them."""

@@ -37,6 +37,9 @@ class Outside(Protocol):
         """Notes that the model ended a turn of this row with these drawn ids, the stop token included, if it drew one.
         A row that reaches a limit in the middle of a turn is over without this call."""
 
+    def cut(self, row: int, token_ids: list[int]) -> None:
+        """Notes what the model drew in the turn in which a limit ended the row."""
+
     def answers(self, wait_s: float) -> list[Answer]:
         """Returns the answers that have come back since; waits up to wait_s if nothing has."""
 

@@ -1,6 +1,7 @@
 """The curves of a metric inside a page: a colour for each run, one pair of axes for all of them.
 
-Values of the iterations are a line, those of evaluations are dots on a dashed line.
+Values of the iterations are a line, those of evaluations are dots on a dashed line, each with its 95% interval if the
+standard error is known.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from rlhf_spmd.runtime.pictures.picture import SMALL, TEXT, svg_of
 
 Point = tuple[float, float]
 WIDTH, HEIGHT, LINE = 5.0, 2.3, 0.18  # of a picture, and of a line of its legend, in inches
+TWO_SIDED = 1.96  # standard errors on either side of a mean: an interval of 95%
 MOST = 1e300  # numbers below it can be drawn
 LONGEST = 48  # characters of a run's name
 
@@ -26,6 +28,7 @@ class Series(NamedTuple):
     colour: str
     line: Sequence[Point]  # (iteration, value) of training
     dots: Sequence[Point] = ()  # (iterations before it, value) of evaluations
+    errors: Sequence[float] = ()  # standard error of each dot; none if they are not known
 
     @property
     def label(self) -> str:
@@ -52,7 +55,8 @@ def curves(title: str, series: Sequence[Series]) -> str:
         width = 1.6 + 2.4 * sum(later.line == run.line for later in series[number + 1 :])
         marker = "o" if len(run.line) == 1 else ""
         handles += axes.plot(*_columns(run.line), marker=marker, ls="-", lw=width, ms=4, color=run.colour)
-        axes.plot(*_columns(run.dots), marker="o", ls="--", lw=1.2, ms=4, color=run.colour)
+        widths = [TWO_SIDED * error for error in run.errors] or None
+        axes.errorbar(*_columns(run.dots), widths, fmt="o--", lw=1.2, ms=4, color=run.colour, capsize=2)
     heading = {"title": title, "title_fontproperties": {"size": TEXT, "weight": "bold"}, "alignment": "left"}
     looks = {"fontsize": SMALL, "labelcolor": INK, "frameon": False}
     figure.legend(handles, labels, loc="outside upper left", **heading, **looks)

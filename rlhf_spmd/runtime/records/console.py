@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import NamedTuple, TextIO
 
 from rlhf_spmd.algorithms.page import Metric
@@ -94,6 +95,26 @@ def cell(value: float, form: str, width: int) -> str:
     return next((text for text in texts if len(text) <= width), "*" * width).rjust(width)
 
 
+def scores_of(sample: Sample) -> tuple[float, float]:
+    """Returns the scores before and after training, NaN where there is none."""
+    before, after = sample.reward_before, sample.reward_after
+    return math.nan if before is None else before, math.nan if after is None else after
+
+
+def by_gain(samples: Sequence[Sample]) -> list[Sample]:
+    """Returns the samples with two scores, from the largest gain to the largest loss."""
+    gains = [after - before for before, after in map(scores_of, samples)]
+    known = [index for index, gain in enumerate(gains) if math.isfinite(gain)]
+    return [samples[index] for index in sorted(known, key=lambda index: -gains[index])]
+
+
+def spread(samples: Sequence[Sample], num: int) -> list[Sample]:
+    """Returns at most so many samples, from the first to the last, evenly; a single one is from the middle."""
+    last = len(samples) - 1
+    places = [round(place * last / (num - 1)) for place in range(num)] if num > 1 else [last // 2] * num
+    return [samples[place] for place in dict.fromkeys(places)]
+
+
 class Console:
     """Prints for people. Prints nothing if `enabled` is false: on every rank but 0, and once the stream is closed."""
 
@@ -160,13 +181,18 @@ class Console:
             each_s = (self._ended_s[-1] - self._ended_s[0]) / (len(self._ended_s) - 1)
         return max(total - number, 0) * max(each_s, 0.0)
 
-    def samples(self, samples: Sequence[Sample]) -> None:
-        """Prints responses before and after training, one below the other."""
+    def samples(self, samples: Sequence[Sample], num: int) -> None:
+        """Prints some responses before and after training, one below the other: of three the one that has gained most,
+        the median and the one that has lost most."""
         if not samples:
             return
-        width = min(MOST_TEXT, self.room or output.width())
+        width, known = min(MOST_TEXT, self.room or output.width()), by_gain(samples)
         self._print("\nResponses before and after training, with their scores")
-        for line in format_samples(samples, width).removesuffix("\n").split("\n"):
+        if known:
+            before, after = (fmean(scores) for scores in zip(*map(scores_of, known), strict=True))
+            means = f"{formatted(before, '{:+.3f}')} -> {formatted(after, '{:+.3f}')}"
+            self._print(f"{len(known)} prompts: mean {means}; below from the largest gain to the largest loss\n")
+        for line in format_samples(spread(known or samples, num), width).removesuffix("\n").split("\n"):
             self._print(line)
 
     def closing(self, result: Result, folder: RunFolder) -> None:

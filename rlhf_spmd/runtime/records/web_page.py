@@ -1,11 +1,12 @@
 """Some runs as one page of HTML that needs nothing else: no script, no network, no picture beside it.
 
 The curves of all runs are in the same pictures; tables say what differs between their options, and with what they were
-made. Each run has a heading and its samples before and after training. All text of a run is escaped: what HTML
+made. Each run has a section with its samples before and after training. All text of a run is escaped: what HTML
 would read as tags where it is put in, control characters in the whole page.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,11 +15,14 @@ from pathlib import Path
 from jinja2 import Environment
 from markupsafe import Markup
 
-from rlhf_spmd.config.evaluation_metrics import titled
+from rlhf_spmd.config.evaluation_metrics import STANDARD_ERROR, titled
+from rlhf_spmd.config.options import resolved
+from rlhf_spmd.config.presets import PRESETS, load
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.json_text import json_text
 from rlhf_spmd.files.printing import formatted, printable
 from rlhf_spmd.files.reading import is_file, paths_in, why_no_file
+from rlhf_spmd.pages.algorithm import algorithm_names
 from rlhf_spmd.runtime.failure.postmortem import check_is_folder
 from rlhf_spmd.runtime.pictures.curves import Series, curves, finite_points
 from rlhf_spmd.runtime.pictures.palette import run_colours, styles_of_names
@@ -33,21 +37,22 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #22262e; max-width: 1000px; 
 h1, h2 { line-height: 1.2 } h2 { margin: 2.5em 0 .3em; border-top: 1px solid #d3d7de; padding-top: .6em }
 table { border-collapse: collapse; font-size: 14px; margin: .6em 0 }
 th, td { padding: 3px 12px 3px 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e7e9ed }
-td.text { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 12em }
+th, td { white-space: nowrap } .scroll { overflow-x: auto }
+td.text { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 14em }
 td.turns { font: 12px/1.4 ui-monospace, monospace }
 svg { margin: 6px 10px 6px 0; max-width: 100%; height: auto }
-td.value { overflow-wrap: anywhere }
 .run { display: inline-block; width: 12px; height: 12px; border-radius: 3px }
 .faint { color: #69707c } summary { cursor: pointer; color: #69707c }
 """
 PAGE = """<!doctype html>
 <html lang="en">
-<head><meta charset="utf-8"><title>{{ title }}</title><style>{{ style | safe }}</style></head>
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{{ title }}</title><style>{{ style | safe }}</style></head>
 <body>
 <h1>{{ title }}</h1>
-<table>
-<tr><th>run</th><th>algorithm</th><th>iterations</th><th>first → last value, of evaluations if there are any</th>
-<th>seconds of iterations and evaluations</th></tr>
+<div class="scroll"><table>
+<tr><th>run</th><th>algorithm</th><th>iterations</th><th>first → last value (of evaluations, if any)</th>
+<th>time of iterations and evaluations, s</th></tr>
 {% for run in runs %}
 <tr><td><span class="run" style="background: {{ colours[loop.index0] }}"></span>
 <a href="#run-{{ loop.index0 }}">{{ run.name }}</a></td><td>{{ run.about.title }}</td>
@@ -56,7 +61,7 @@ PAGE = """<!doctype html>
 {{ name }} {{ number(first) }} → {{ number(last) }}{% if not loop.last %}<br>{% endif %}
 {% else %}no iteration yet{% endfor %}</td><td>{{ "{:,.0f}".format(run.seconds) }}</td></tr>
 {% endfor %}
-</table>
+</table></div>
 {% set shown, others = pictures %}
 {% if shown %}
 <p class="faint">{{ legend }}</p>
@@ -68,12 +73,12 @@ PAGE = """<!doctype html>
 {% for heading, rows in tables %}
 <h2>{{ heading }}</h2>
 {% if not rows %}<p class="faint">None.</p>{% endif %}
-<table>
+<div class="scroll"><table>
 <tr><th></th>{% for run in runs %}<th>{{ run.name }}</th>{% endfor %}</tr>
 {% for name, values in rows %}
-<tr><td>{{ name }}</td>{% for value in values %}<td class="value">{{ value }}</td>{% endfor %}</tr>
+<tr><td>{{ name }}</td>{% for value in values %}<td>{{ value }}</td>{% endfor %}</tr>
 {% endfor %}
-</table>
+</table></div>
 {% endfor %}
 {% if lanes %}
 <h2>The last iteration of each run</h2>
@@ -83,7 +88,7 @@ PAGE = """<!doctype html>
 <section>
 <h2 id="run-{{ loop.index0 }}">{{ run.name }}: {{ run.about.title }}
 {%- if run.about.strategy %} by {{ run.about.strategy }}{% endif %}</h2>
-<table>
+<div class="scroll"><table>
 {% for role, folder in run.models.items() %}
 {% set maker = made_by.get(folder) %}
 <tr><td>reads {{ role }}</td><td>{{ folder }}
@@ -96,9 +101,9 @@ if options is mapping and options.prompts %}
 {% for folder in run.written %}
 <tr><td>writes</td><td>{{ folder }}</td></tr>
 {% endfor %}
-</table>
+</table></div>
 {% if run.samples %}
-<table>
+<div class="scroll"><table>
 <tr><th>prompt</th><th></th><th>score</th><th>response</th></tr>
 {% for sample in run.samples %}
 {% for when in ("before", "after") if sample.get(when) is not none %}
@@ -107,15 +112,20 @@ if options is mapping and options.prompts %}
 <td class="text{% if sample.by_turns %} turns{% endif %}">{{ sample[when] }}</td></tr>
 {% endfor %}
 {% endfor %}
-</table>
+</table></div>
 {% endif %}
 </section>
 {% endfor %}
 </body>
 </html>
 """
-LEGEND = "Lines: training, by iteration. Dots: evaluations on held-out data, by the number of iterations before them."
+LEGEND = (
+    "Lines: training, by iteration. Dots: evaluations on held-out data, by the number of iterations before them, with "
+    "95% intervals over prompts."
+)
 NONE = "–"  # what a run does not have
+IN_WORDS = {"": "empty", "[]": "empty", "{}": "empty", "null": "none"}  # values of options
+PART_OF_A_SECOND = re.compile(r"(?<=:\d\d)\.\d+")
 # curves that are always shown, after those that the algorithm reports
 FIRST = ("response_length", "turns", "tool_calls", "tool_failures")
 MOST_LANES = 32  # of all timelines together; with more ranks, those that do the same share a lane
@@ -192,15 +202,32 @@ def page(runs: Sequence[RunFiles], title: str) -> str:
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
     colours = run_colours(len(runs))
     made_with = [{"strategy": run.about.strategy or NONE, **run.about.made_with} for run in runs]
+    made_with = [{name: PART_OF_A_SECOND.sub("", text) for name, text in made.items()} for made in made_with]
     tables = [("Strategy, code and machines", _table(made_with))]
     if len(runs) > 1:
-        options = _table([_flat(run.config) for run in runs])
-        tables.insert(0, ("Options that differ", [(name, values) for name, values in options if len(set(values)) > 1]))
+        tables.insert(0, ("Options that differ", _differing(runs)))
     parts = {"colours": colours, "pictures": _pictures(runs, colours), "tables": tables, "lanes": _timelines(runs)}
     text = template.render(
         title=title, runs=runs, made_by=made_by, legend=LEGEND, style=STYLE, number=formatted, score=_score, **parts
     )
     return printable(text)
+
+
+def _differing(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
+    """Returns the options that differ, without those that have their default in each of the runs that has them."""
+    configs, defaults = [_flat(run.config) for run in runs], [_defaults(run.config) for run in runs]
+    own = [config.items() - default.items() for config, default in zip(configs, defaults, strict=True)]
+    somebody_set = {name for options in own for name, _ in options}
+    return [(name, values) for name, values in _table(configs) if name in somebody_set and len(set(values)) > 1]
+
+
+def _defaults(config: Row) -> dict[str, str]:
+    """Returns the options of a run's preset and algorithm; none for an algorithm of the user's, whose code is not
+    run."""
+    preset, algorithm = config.get("preset"), config.get("algorithm")
+    if preset not in PRESETS or algorithm not in algorithm_names():
+        return {}
+    return _flat(resolved(load(preset, algorithm=algorithm)))
 
 
 def _numbers(rows: Sequence[Row], name: str) -> list[float]:
@@ -214,20 +241,34 @@ def _score(value: object) -> str:
 
 def _pictures(runs: Sequence[RunFiles], colours: Sequence[str]) -> tuple[Markup, Markup]:
     """Returns the curves of what the runs report, of evaluations and lengths; and those of all other metrics."""
-    metrics: dict[str, list[Series]] = {}
+    metrics: dict[str, dict[str, list[Series]]] = {}  # metric -> algorithm of a loss, else "" -> curves
     for run, colour in zip(runs, colours, strict=True):
         for name in dict.fromkeys(name for row in [*run.evaluations, *run.metrics] for name in row):
-            # evaluations have the number of iterations before them, rows that of the iteration, from 0
-            line = [
-                (x + 1, y) for x, y in finite_points([(row.get("iteration"), row.get(name)) for row in run.metrics])
-            ]
-            dots = finite_points([(row.get("iteration"), row.get(name)) for row in run.evaluations])
-            if name != "iteration" and (line or dots):
-                metrics.setdefault(name, []).append(Series(run.name, colour, line, dots))
+            series = _series(run, colour, name)
+            if name != "iteration" and not name.endswith(STANDARD_ERROR) and (series.line or series.dots):
+                # losses of two algorithms are different numbers
+                algorithm = run.about.title if "loss" in name else ""
+                metrics.setdefault(name, {}).setdefault(algorithm, []).append(series)
     first = dict.fromkeys([*(name for run in runs for name in run.headlines), *FIRST])
-    shown = [curves(name, metrics.pop(name)) for name in first if name in metrics]
-    others = [curves(name, series) for name, series in metrics.items()]
+    shown = [_curves(name, metrics.pop(name)) for name in first if name in metrics]
+    others = [_curves(name, groups) for name, groups in metrics.items()]
     return Markup("".join(shown)), Markup("".join(others))
+
+
+def _curves(name: str, groups: Mapping[str, Sequence[Series]]) -> str:
+    """Returns a picture of a metric for each group of runs, which several groups have in their titles."""
+    return "".join(
+        curves(f"{name} of {algorithm}" if len(groups) > 1 else name, series) for algorithm, series in groups.items()
+    )
+
+
+def _series(run: RunFiles, colour: str, name: str) -> Series:
+    """Returns the curve of a metric; evaluations have the number of iterations before them, rows count from 0."""
+    line = [(x + 1, y) for x, y in finite_points([(row.get("iteration"), row.get(name)) for row in run.metrics])]
+    dots = finite_points([(row.get("iteration"), row.get(name)) for row in run.evaluations])
+    before, mean, _ = name.rpartition("mean@")
+    errors = _numbers(run.evaluations, f"{before}{STANDARD_ERROR}") if mean and "/" not in name[len(before) :] else []
+    return Series(run.name, colour, line, dots, errors if len(errors) == len(dots) else ())
 
 
 def _timelines(runs: Sequence[RunFiles]) -> Markup:
@@ -249,11 +290,12 @@ def _table(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
 
 
 def _flat(options: Mapping[str, object], before: str = "") -> dict[str, str]:
-    """Returns options of groups by their whole names, and their values as JSON, texts without quotes."""
+    """Returns options of groups by their whole names, and their values as JSON or words, texts without quotes."""
     values: dict[str, str] = {}
     for name, value in sorted(options.items()):
         if isinstance(value, Mapping) and value:
             values |= _flat(value, f"{before}{name}.")
         else:
-            values[f"{before}{name}"] = value if isinstance(value, str) and value else json_text(value)
+            text = value if isinstance(value, str) else json_text(value)
+            values[f"{before}{name}"] = IN_WORDS.get(text, text)
     return values

@@ -62,7 +62,7 @@ class Scorer:
         self.specs, self.labels = split_functions(config.reward_function), function_labels(config)
         self.key = config.data.key or config.algorithm.prompts
         self.functions, self.workers = [], None
-        self.notes: list[str] = []  # for the heading
+        self.notes: list[str] = []  # for the banner
         if not config.reward_workers:
             self.functions = [load_reward_function(spec, columns) for spec in self.specs]
             if not config.environment:  # which may read any

@@ -11,10 +11,12 @@ pass@k is only given where it is asked for.
 
 # M mini-batches (one), C columns, N prompts
 
+import math
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ import torch
 
 from rlhf_spmd.config.evaluation_metrics import (
     PASS,
+    STANDARD_ERROR,
     best_row,
     measure_by_source,
     metric_names,
@@ -165,6 +168,8 @@ def _measured(job: Job, sources: Sequence[str], scores: np.ndarray, before: str 
     metrics = measure_by_source(scores[kept].tolist(), [sources[prompt] for prompt in kept.tolist()], right_at)
     if not wants_passes(job.config, before) and not np.isin(scores[is_known], (0.0, 1.0)).all():
         metrics = without_passes(metrics)
+    if len(kept) > 1:
+        metrics[STANDARD_ERROR] = float(np.nanmean(scores[kept], 1).std(ddof=1)) / math.sqrt(len(kept))
     return {f"{before}{name}": value for name, value in metrics.items()}
 
 
@@ -290,15 +295,19 @@ def _iterations(num: int) -> str:
     return "1 iteration" if num == 1 else f"{num} iterations"
 
 
-def evaluate_once(config: Config, program: Program, world: World, num_done: int) -> dict[str, Any]:
+def evaluate_once(config: Config, program: Program, world: World, num_done: int, out: Path | None) -> dict[str, Any]:
     """Runs an evaluation program once and returns its metrics. Collective; raises UserError.
 
     num_done: the random numbers are those of a run's evaluation after so many iterations.
+    out: folder to write all responses to, as a run does; None: none.
     """
     prepared = prepare(replace(evaluated(config), mini_batch_tokens=0), program, world)
     job = prepared.job
     for note in prepared.notes if world.rank == 0 else ():
         print(f"warning: {note}", flush=True)
-    metrics, _ = Evaluation(replace(job, stream=random_streams.EVALUATION)).run(num_done)
+    evaluation = Evaluation(replace(job, stream=random_streams.EVALUATION))
+    metrics, data = evaluation.run(num_done)
+    if out is not None:
+        Rollouts(evaluation.job, out, "evaluation").write(data)
     job.close()
     return {"prompts": program.workload.rollout_batch, **metrics}

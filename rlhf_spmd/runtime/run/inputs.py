@@ -20,6 +20,7 @@ from rlhf_spmd.runtime.data.precomputed import with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 from rlhf_spmd.runtime.environments.episodes import Limits
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments
+from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS
 from rlhf_spmd.runtime.rewards.function import source_file
 from rlhf_spmd.runtime.world.world import World
 
@@ -99,6 +100,7 @@ def run_environments(
         limits=Limits(limits.max_turns, limits.max_calls, limits.tool_timeout_s, limits.timeout_s),
         seed=config.seed,
         on_failure=limits.on_failure,
+        drawing={name: getattr(config.generation, name) for name in SAMPLING_KEYS},
         beat=lambda: world.watch.beat(),
     )
 

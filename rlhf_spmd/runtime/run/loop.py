@@ -107,7 +107,7 @@ class Loop:
         if in_flight.restore(self.job, checkpoint, data):
             self.in_flight = data
         elif len(self.history) < self.job.config.iterations:
-            return "note: this run had ended: its next iteration is drawn with the newest weights, not with older ones"
+            return "note: this run had ended: its next iteration is sampled with the newest weights, not older ones"
         return ""
 
     def share_in_flight(self) -> Tensors | None:

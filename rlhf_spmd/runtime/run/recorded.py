@@ -189,8 +189,8 @@ def start_or_resume(
         ahead, before = job.program.placement.ahead, resumed.state["ahead"]
         if ahead != before:
             raise UserError(
-                f"{resumed.folder} draws its batches {before} iterations ahead, and this strategy {ahead}, which would "
-                f"change the results on the way: choose a strategy and options with ahead={before}"
+                f"{resumed.folder} samples its batches {before} iterations ahead, and this strategy {ahead}, which "
+                f"would change the results on the way: choose a strategy and options with ahead={before}"
             )
         if len(history) != resumed.iteration:
             raise UserError(

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.execute.handlers import infer
@@ -19,15 +20,19 @@ from rlhf_spmd.runtime.generation.rollout import Rollout
 from rlhf_spmd.runtime.records.episode_text import episode_text
 from rlhf_spmd.runtime.records.run_folder import Sample, Shown
 
+PER_SHOWN = 4  # prompts that responses are sampled to
+ROLES = ("system", "developer", "user", "assistant", "model", "tool")
+
 
 def sample_responses(job: Job) -> list[Shown]:
-    """Samples responses to the first prompts, always with the same random numbers, and scores them.
+    """Samples responses to the first prompts, PER_SHOWN for each that is shown at the end, always with the same random
+    numbers, and scores them.
 
     Every rank that generates or scores takes part, because ZeRO 3 gathers weights collectively. Collective; returns the
     same on every rank.
     """
     workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
-    num = min(job.config.num_samples, len(job.prompts))
+    num = min(PER_SHOWN * job.config.num_samples, len(job.prompts))
     if num == 0 or not workflow.generate_calls:
         return []
     generating = workflow.generate_calls[0]
@@ -110,10 +115,34 @@ def _drawn(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
     return _Drawn(prompts, last_turns(responses_BG, actions_BG).tolist(), texts, rewards)
 
 
+def said_last(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Returns what the user of a conversation says last, without what its chat template writes around it: special
+    tokens, and roles beside them. Empty if a prompt is no conversation."""
+    parts: list[list[int]] = [[]]
+    for token in prompt:
+        if not tokenizer.decode([token]) and tokenizer.decode([token], special=True):
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    said, role = dict[str, str](), ""
+    for part in parts[1:]:
+        first, _, rest = tokenizer.decode(part).strip().partition("\n")
+        role, text = (first, rest.strip()) if first in ROLES else (role, f"{first}\n{rest}".strip())
+        said |= {role: text} if text else {}
+    texts = [*said.values()]
+    return said.get("user", "".join(texts[-1:])) if len(parts) > 2 else ""
+
+
 def join_samples(job: Job, before: Sequence[Shown], after: Sequence[Shown] | None = None) -> list[Sample]:
     """Returns the responses before and, if there are any, after training, by prompt."""
     later: Sequence[tuple[str | None, float | None]] = after or [(None, None)] * len(before)
     return [
-        Sample(index, job.prompts.texts[index], *old, *new, job.environments is not None)
+        Sample(
+            index,
+            said_last(job.prompts.prompts[index], job.tokenizer) or job.prompts.texts[index],
+            *old,
+            *new,
+            job.environments is not None,
+        )
         for index, (old, new) in enumerate(zip(before, later, strict=True))
     ]

@@ -113,7 +113,7 @@ def train(
     if before:
         samples = join_samples(job, before, sample_responses(job))
         folder.write_samples(samples)
-        console.samples(samples)
+        console.samples(samples, config.num_samples)
     job.close()
     recorded.save_models(job, folder)
     compared = _compared(running, folder, title, calibration)

@@ -363,7 +363,9 @@ class World:
     @property
     def doing(self) -> str:
         """What this rank does, for people who wait."""
-        return f"{self.record.where}, {max(time.time() - self.record.now.since_s, 0.0):.0f} s"
+        where = self.record.where
+        where = f"at work, {where}" if where.startswith("after ") else where  # between two actions
+        return f"{where}, {max(time.time() - self.record.now.since_s, 0.0):.0f} s"
 
     def will_execute(self, program: "Program") -> None:
         """Sets the program that the ranks execute from now on; it determines which rank waits for which."""

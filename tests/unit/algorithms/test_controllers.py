@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf_spmd.algorithms import controllers, ppo
+from rlhf_spmd.algorithms import controllers
 from rlhf_spmd.algorithms.advantages import moments
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
@@ -103,19 +103,3 @@ def test_warm_up_as_a_share_is_rounded_up():
     """As by transformers, but of the share as it is written: 0.07 * 100 is above 7 in floating point."""
     shares = {(0.0, 40): 0, (0.03, 40): 2, (0.1, 40): 4, (0.1, 7): 1, (0.25, 1): 1, (0.07, 100): 7, (1e-5, 1000): 1}
     assert {one: controllers.warmup_steps_of(*one) for one in shares} == shares
-
-
-def test_they_change_between_the_iterations_of_ppo():
-    """By the global means of an iteration and what they are means over, and only where an option asks for it."""
-    means = {"kl": 6.6, "used_score": 2.0, "used_score_sq": 5.0}
-    weights = {"kl": 500.0, "used_score": 4.0, "used_score_sq": 4.0}
-    options = ppo.Options(kl_coef=0.1)
-    before = ppo.initial_state(options)
-    assert before == ppo.State(0.1, controllers.RunningMoments())
-    after = ppo.after_iteration(before, options, means, weights, 500)
-    assert after == ppo.State(0.1, controllers.RunningMoments(4.0, 2.0, 4.0))
-    adaptive = ppo.Options(kl_coef=0.1, kl_controller="adaptive", kl_target=6.0, kl_horizon=10_000)
-    after = ppo.after_iteration(before, adaptive, means, weights, 500)
-    assert after.kl_coef == pytest.approx(0.1 * (1 + 0.1 * 0.05))
-    all_cut = {"kl": 6.6}, {"kl": 500.0}  # no response ended: combine() leaves out what is a mean of nothing
-    assert ppo.after_iteration(before, options, *all_cut, 500) == before

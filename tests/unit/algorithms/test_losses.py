@@ -69,23 +69,6 @@ def test_row_09_policy_loss(ratio, advantage, loss, slope, clipped):
     assert not any(number.requires_grad for pair in sums.values() for number in pair)
 
 
-def test_row_09_sign():
-    """A step down the loss makes tokens with a positive advantage more likely."""
-    logits_BGV = torch.zeros(1, 2, 5, dtype=torch.float64, requires_grad=True)
-    tokens_BG = torch.tensor([[1, 3]])
-
-    def logprobs_of(logits_BGV: Tensor) -> Tensor:
-        return logits_BGV.log_softmax(2).gather(2, tokens_BG[..., None])[..., 0]
-
-    logprobs_BG = logprobs_of(logits_BGV)
-    loss_sum, _ = policy_loss(
-        logprobs_BG, logprobs_BG.detach(), tensor([1.0, -1.0]), torch.ones(1, 2, dtype=torch.bool)
-    )
-    loss_sum.backward()
-    change_BG = logprobs_of(logits_BGV - 0.1 * logits_BGV.grad) - logprobs_BG
-    assert change_BG[0, 0] > 0 > change_BG[0, 1]
-
-
 @pytest.mark.parametrize(
     ("value", "old", "target", "loss", "slope"),
     [

@@ -2,20 +2,12 @@
 
 import json
 
-from bench.numbers.seeds import numbers_of, unseen
+from bench.numbers.seeds import unseen
 from rlhf_spmd import embedded
 
 
 def row(question: str, **table: int) -> dict:
     return {"prompt": [{"role": "user", "content": question}], "table": table}
-
-
-def test_unseen_are_questions_with_other_numbers_or_another_sign():
-    prompts = [row("amo*tiv", amo=12, tiv=34, xyz=9), row("amo-tiv", amo=3, tiv=4)]
-    held_out = [row("bup*cit", bup=12, cit=34), row("bup+cit", bup=12, cit=34), row("cit*bup", bup=12, cit=34)]
-    said = [{"prompt_index": index, "scores": index / 2} for index in (2, 0, 1)]
-    assert numbers_of(prompts[0]) == (12, "*", 34)
-    assert unseen(said, held_out, prompts) == [1.0, 0.5]
 
 
 def test_no_word_of_the_held_out_questions_is_in_a_prompt():

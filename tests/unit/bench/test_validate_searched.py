@@ -4,7 +4,9 @@ import pytest
 
 from bench.forecast.spaces import reals_space
 from bench.forecast.validate import judged
-from bench.forecast.validate_rows import DATA, cluster_of, read_rows, workload_of
+from bench.forecast.validate_rows import COLUMNS, DATA, cluster_of, read_rows, workload_of
+from bench.rows import RESULTS
+from bench.rows import read_rows as read_jsonl
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cluster import Cluster
@@ -61,9 +63,13 @@ def test_the_planner_keeps_to_a_space_and_says_if_it_is_empty():
         search(workload, cluster, CALIBRATION, allowed=lambda call, *_: call.name != "actor_train")
 
 
-def test_searched_plans_come_out():
-    """Within the promised 30%, and faster than the heuristic plan by about as much as published."""
-    found = judged(SEARCHED, CALIBRATION, read_rows())
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_searched_plans_come_out(again):
+    """Within the promised 30%, and faster than the heuristic plan by about as much as published. The committed row, of
+    which `test_a_judged_row_is_the_committed_one` computes another one again."""
+    kept = read_jsonl(RESULTS / "validate.jsonl")
+    (found,) = [row for row in kept if all(row[name] == SEARCHED[name] for name in COLUMNS)]
+    found = judged(SEARCHED, CALIBRATION, read_rows()) if again else found
     assert found["forecast_s"] == pytest.approx(float(SEARCHED["sec_per_iter"]), rel=0.3)
     published = found["published_ratio"]
     assert published == pytest.approx(63.3 / 37.4)

@@ -1,12 +1,10 @@
 """data.epochs: a length of a run in passes over its set, beside `iterations`."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd.__main__ import main
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.epochs import in_iterations
 from rlhf_spmd.config.file import read_config_file
@@ -16,8 +14,6 @@ from rlhf_spmd.runtime.checkpoint.resume import refuse_changes, refuse_fewer
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
 from tests.folders import write_all
 from tests.runs import RunOf
-
-ROW = {"prompt": "a", "completion": "b"}
 
 
 def load(*words: str, text: str = "", name: str = "run.yaml", folder=None):
@@ -65,20 +61,6 @@ def test_one_of_the_two_is_given(tmp_path):
         load("data.epochs=nan")
     with pytest.raises(UserError, match="each file has epochs of its own; give iterations"):
         load("data.epochs=2", "data.prompts=a.jsonl,b.jsonl", "data.weights=1,2")
-
-
-def test_check_says_the_number_and_prints_a_file_that_can_be_given_back(tmp_path, capsys):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(ROW) + "\n" for _ in range(300)), encoding="utf-8")
-    words = ["check", "flattening", "--preset", "tiny", "--algorithm", "sft", f"data.prompts={rows}"]
-    assert main([*words, "data.epochs=2", "--show-config"]) == 0
-    out = capsys.readouterr().out
-    text = out.partition("--config FILE.yaml\n")[2].rpartition("\n\n")[0]
-    first = "2 epochs of 300 rows: at most 5 iterations of 128, the last one filled up with 40 more rows"
-    assert text.splitlines()[0] == f"# {first}" and out.splitlines()[1] == first
-    assert load(text=text, folder=tmp_path).data.epochs == 2
-    assert main([*words[:-1], "data.epochs=2", "data.prompts=none.jsonl"]) == 2
-    assert "none.jsonl does not exist" in capsys.readouterr().err
 
 
 def test_a_run_that_generates_counts_its_prompts(tmp_path):

@@ -16,12 +16,6 @@ from rlhf_spmd.plan.workload import Answers, ResponseLengths
 ROW = {"turns": 3.0, "answer_tokens": 40.0, "answers": 4.0, "tool_s": 0.25, "tool_p95_s": 0.75}
 
 
-def test_numbers():
-    assert read_forecast_lengths("", 64) is None
-    assert read_forecast_lengths("48", 64) == ResponseLengths(48.0)
-    assert read_forecast_lengths("48.5,0.8", 64) == ResponseLengths(48.5, 0.8)
-
-
 def test_rollouts(tmp_path):
     path = tmp_path / "part-0000.jsonl"
     rows = [{"response_tokens": [1] * length, "scores": 0.0} for length in (3, 5, 100)]

@@ -244,15 +244,3 @@ def test_the_tokenizer_beside_an_adapter_is_that_of_the_run(tmp_path):
         f"the tokenizer in {adapter} makes other tokens than that of its base {tmp_path / 'actor'}; the run uses it, "
         "since the adapter belongs to it. If it does not, delete its files there"
     )
-
-
-def test_dropout_where_no_responses_are_generated(words):
-    """Of all models or of one; an adapter that is given trains on with that of the options, whatever made it."""
-    config = load("tiny", ["lora.rank=2", "lora.dropout=0.1"], algorithm="sft")
-    assert make_workload(config).shape("actor").adapters == Adapters(2, 32.0, dropout=0.1)
-    with pytest.raises(UserError, match=r"^lora.dropout=0.1: ppo generates responses, .*; drop the option$"):
-        make_workload(load("tiny", ["lora.rank=2", "lora.dropout=0.1"]))
-    with pytest.raises(UserError, match=r"^lora.critic.dropout=0.1: ppo generates"):
-        make_workload(load("tiny", ["lora.rank=2", "lora.critic.dropout=0.1"]))
-    assert load_run(words).adapters("actor").dropout == 0.0
-    assert load_run(words, "lora.dropout=0.1").adapters("actor").dropout == 0.1

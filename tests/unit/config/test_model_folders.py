@@ -6,12 +6,9 @@ import json
 import pytest
 
 from rlhf_spmd.config.model_folders import shape_of_folder
-from rlhf_spmd.config.options import make_workload
-from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig, to_hf
 from rlhf_spmd.model.transformer import Transformer
-from tests.programs import weight_bytes
 
 SMALL = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 40, "num_layers": 3, "num_heads": 4, "head_dim": 6}
 
@@ -58,17 +55,6 @@ def folder(tmp_path) -> str:
     model_config = ModelConfig(**(SMALL | FAMILIES[0]))
     (tmp_path / "config.json").write_text(json.dumps(to_hf(model_config, head="lm", dtype="float32")), encoding="utf-8")
     return str(tmp_path)
-
-
-def test_a_workload_from_folders(folder):
-    config = load("tiny", [f"models.reward={folder}", "data.max_prompt=5", "generation.max_new_tokens=7"], folder)
-    workload = make_workload(config)
-    assert workload.models["actor"].vocab_size == 50 and not workload.models["actor"].scalar_head
-    assert workload.models["critic"].scalar_head and workload.models["reward"].scalar_head
-    assert (workload.max_prompt, workload.max_response, workload.param_bytes) == (5, 7, 4)
-    assert workload.row_bytes("prompts") == 20 and workload.row_bytes("values") == 32
-    assert weight_bytes(workload, "actor") == 4 * workload.models["actor"].num_params
-    assert workload.num_sequences == 128 and workload.num_mini_batches == 4
 
 
 JUNK = (None, "x", "", [], ["x"], [[]], {}, {"a": {}}, 2.5, -1, 0, True, False, float("nan"), float("inf"), 10**400)

@@ -6,7 +6,6 @@ from rlhf_spmd.__main__ import main
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.config.role_shapes import shape_text, shapes_by_role
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.workload import SHAPES
 
@@ -56,16 +55,3 @@ def test_mistakes_are_one_message(shape, words, capsys):
     assert main(["check", "flattening", "--preset", "llama-7b", f"shape={shape}"]) == 2
     found = capsys.readouterr()
     assert found.out == "" and found.err.count("\n") == 1 and words in found.err
-
-
-def test_where_there_are_weights_their_shapes_count():
-    with pytest.raises(UserError, match="tiny/actor has a shape of its own; drop one of the two"):
-        load("tiny", ["shape=actor=llama-7b"])
-    with pytest.raises(UserError, match="shape of its own"):
-        load("llama-7b", ["shape=critic=llama-13b"], model="some/folder")
-    with pytest.raises(UserError, match="critic has the shape of models.critic=some/folder; drop one of the two"):
-        load("llama-7b", ["shape=critic=llama-13b", "models.critic=some/folder"])
-    tiny = load("tiny").models["reward"]
-    assert layers("llama-7b", "shape=actor=llama-70b", f"models.reward={tiny}")["reward"] < 32
-    with pytest.raises(UserError, match="gives no shape of reward; add reward=SHAPE"):
-        make_workload(load("smollm2", ["shape=actor=llama-7b,critic=llama-7b", "reward_function="]))

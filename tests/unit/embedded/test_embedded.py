@@ -79,23 +79,6 @@ def test_grammar_gives_the_same_text_for_the_same_seed():
     assert len({text for _, text in first}) > 15
 
 
-def test_openings_are_neutral_and_moods_balanced():
-    rng = random.Random(0)
-    scenes = [grammar.scene(rng) for _ in range(4000)]
-    assert all(grammar.score(start) == 0 for start, _ in scenes)
-    scores = torch.tensor([grammar.score(text) for _, text in scenes])
-    assert abs(scores.mean()) < 0.05 and scores.std() > 0.5
-    written = set(re.findall(r"[a-z']+", " ".join(start + text for start, text in scenes).lower()))
-    assert written == words()
-
-
-def test_prompts_are_distinct_openings(prompts, tokenizer):
-    assert len(prompts) >= 300 and len(set(prompts)) == len(prompts)
-    assert max(len(tokenizer.encode(prompt)) for prompt in prompts) <= 32
-    known = words()
-    assert all(set(re.findall(r"[a-z']+", prompt.lower())) <= known for prompt in prompts)
-
-
 def test_tokenizer_reads_any_text(tokenizer):
     ids = tokenizer.encode("Žluťoučký kůň 🐎\n<|end|>")
     assert tokenizer.decode(ids).startswith("Žluťoučký kůň 🐎")

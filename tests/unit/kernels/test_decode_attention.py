@@ -138,23 +138,6 @@ def test_half_precision(dtype, num_parts, device):
     close(decode_attention_triton(*case.arguments, num_parts=num_parts), by_sdpa(case, None), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_dispatch_with_one_and_more_threads(dtype, threads, device, monkeypatch):
-    """On a CPU in half precision they take different paths."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    case = Case(3, 2, 3, 80, 16, [150, 1, 0], dtype, device)
-    for window in (None, 20):
-        close(case.dispatched(window), by_sdpa(case, window), dtype)
-
-
-def test_many_parts_of_a_long_row(device):
-    """Rows of very unequal length: parts of the short ones stay empty, and what they would hold is never read."""
-    case = Case(3, 1, 4, 16, 16, [1000, 3, 0], device=device)
-    for num_parts in (8, 16):
-        close(decode_attention_triton(*case.arguments, num_parts=num_parts), by_sdpa(case, None), torch.float32)
-
-
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_rows_of_length_zero_give_zeros(num_parts, device):
     case = Case(4, 2, 2, 16, 16, [0, 20, 0, 1], device=device)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from rlhf_spmd.kernels import products
-from rlhf_spmd.kernels.products import BACKWARD, DTYPES, LIBRARIES, Choice, packed, product, product_in, rows_for, use
+from rlhf_spmd.kernels.products import BACKWARD, DTYPES, LIBRARIES, Choice, packed, product, product_in, use
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.linear import Copies
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
@@ -134,36 +134,6 @@ def test_generation_packs_and_draws_the_same_bits(dtype):
     batch = Sequences.join(prompts_MBP[0], responses)
     again = of_responses(model, batch)
     assert (again - logprobs).abs().max() < (1e-5 if dtype == "float32" else 0.1)
-
-
-def test_onednn_gets_few_numbers_of_rows(monkeypatch):
-    """A pass is padded once, at its beginning, which changes its results by rounding only."""
-    if ("onednn", "float32") not in CASES:
-        pytest.skip("no products by onednn in float32 here")
-    numbers, multiply = [], products.OneDNN.multiply
-
-    def recorded(self, x_NI, weight, bias):
-        numbers.append(len(x_NI))
-        return multiply(self, x_NI, weight, bias)
-
-    monkeypatch.setattr(products.OneDNN, "multiply", recorded)
-    prompts_BP, responses_BG = torch.full((3, 23), 5), torch.arange(3 * 50).view(3, 50) % 70
-    batch, found = Sequences.join(prompts_BP, responses_BG), []
-    for table in ({}, {"float32": Choice("onednn")}):
-        use(table)
-        model = small(torch.float32).requires_grad_()
-        logprobs_BG = of_responses(model, batch)
-        logprobs_BG.sum().backward()
-        found.append([logprobs_BG, *(one.grad for one in model.parameters())])
-    assert set(numbers) == {224, 150, 160}  # 219 tokens are padded by the model, 150 rows of logits by the product
-    for linear, onednn in zip(*found, strict=True):
-        torch.testing.assert_close(onednn, linear, atol=1e-3, rtol=1e-4)
-    assert [rows_for(num, torch.float32) for num in (1, 15, 17, 63, 65, 128, 129, 1000, 4097)] == [
-        *(1, 15, 18, 64, 72, 128, 144, 1024, 4352)
-    ]
-    assert len({rows_for(num, torch.float32) for num in range(1, 257)}) == 16 + 4 * 8
-    assert len({rows_for(num, torch.float32) for num in range(257, 4097)}) == 4 * 16
-    assert rows_for(65, torch.float64) == 65
 
 
 def test_what_cannot_be_had_does_not_exist(monkeypatch):

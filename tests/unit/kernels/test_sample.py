@@ -1,16 +1,15 @@
 """Inverse-CDF sampling: the right token for given random bits, and never an impossible one."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.kernels.cdf_tree import BLOCK, level_numbers, level_uniforms
+from rlhf_spmd.kernels.cdf_tree import BLOCK, level_uniforms
 from rlhf_spmd.kernels.sample import sample, sample_ref
 from tests.draws import bits_of, random_rows
 from tests.edges import edge_distances
-from tests.slow_sample import slow_draw, slow_number
+from tests.slow_sample import slow_draw
 
 LARGEST = 1 - 2**-32  # the largest number of a level
 SHAPES = [(1, 1), (3, 2), (5, 17), (4, BLOCK - 1), (4, BLOCK), (4, BLOCK + 1), (16, 1024), (7, 3 * BLOCK + 129)]
@@ -36,17 +35,6 @@ def test_equals_the_slow_twin(form, num_rows, vocab_size, temperature):
     expected = [slow_draw(row, bits) for row, bits in zip(exact_BV.exp().tolist(), bits_B.tolist(), strict=True)]
     assert tokens_B.tolist() == expected
     torch.testing.assert_close(logprobs_B.double(), exact_BV[torch.arange(num_rows), tokens_B], atol=2e-6, rtol=1e-6)
-
-
-def test_numbers_of_the_levels():
-    bits_B = random_rows(1000)
-    numbers_BL = level_uniforms(bits_B, 6)
-    for row, bits in zip(numbers_BL[:20].tolist(), bits_B.tolist(), strict=False):
-        assert row == [slow_number(bits, level) for level in range(6)]
-    assert ((numbers_BL >= 0) & (numbers_BL < 1)).all()
-    assert np.array_equal(level_numbers(bits_B.numpy(), 6), numbers_BL.numpy())
-    assert np.corrcoef(numbers_BL.T.numpy())[~np.eye(6, dtype=bool)].max() < 0.12  # of 1,000 rows: 3.8 sigma
-    assert level_uniforms(bits_of([0.0, 0.625, LARGEST]), 4)[:, 0].tolist() == [0.0, 0.625, LARGEST]
 
 
 def test_distribution():

@@ -246,22 +246,6 @@ def test_references_to_references_have_the_value_of_the_last(tmp_path):
     assert translate(read_file(str(path), program="verl"), None).options["rollout_batch"] == "64"
 
 
-@pytest.mark.parametrize(
-    ("words", "module", "keys"),
-    [
-        ("CUDA_VISIBLE_DEVICES=0 python -u grpo.py --a 1", "grpo.py", {"CUDA_VISIBLE_DEVICES", "u", "a"}),
-        ("accelerate launch --num_processes=8 x/grpo.py --a", "x/grpo.py", {"num_processes", "a"}),
-        ("python -m torch.distributed.run --nnodes 2 -m trl.scripts.dpo --a 1 2", "trl.scripts.dpo", {"nnodes", "a"}),
-        ("trl sft --reward.py x.py", "sft", {"reward.py"}),
-        ("--reward_funcs x.py", "", {"reward_funcs"}),
-        ("--no_bf16", "", {"bf16"}),
-    ],
-)
-def test_words_before_the_options_are_the_launchers(words, module, keys):
-    found = read_words("trl", words.split())
-    assert found.module == module and keys <= found.values.keys()
-
-
 def test_a_command_of_trl_may_name_a_file(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("model_name_or_path: m-1B\nlearning_rate: 1.0e-5\nnum_generations: 8\n", encoding="utf-8")
@@ -334,19 +318,3 @@ def test_adapters(name, words, expected, tmp_path):
     path = tmp_path / "options.yaml"
     path.write_text(made.text(name), encoding="utf-8")
     assert main(["check", "--config", str(path)]) == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("use_peft=true", "lora_dropout=0.05"), "lora_dropout: 0.05 (with it, training has other"),
-        (
-            ("use_peft=true", "lora_target_modules=lm_head"),
-            "lora_target_modules: lm_head (a layer that has no adapters here: lm_head",
-        ),
-        (("use_peft=true", "use_dora=true"), "use_dora: true (of adapters, this program has rank"),
-        (("lora_alpha=4",), "lora_alpha: 4 (all weights train)"),
-    ],
-)
-def test_what_of_adapters_is_not_here(words, says):
-    assert f"# {says}" in translate(source_of_example("trl_grpo.yaml", *words)).text("x")

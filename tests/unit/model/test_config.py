@@ -104,6 +104,7 @@ def test_older_names_of_longrope():
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 is not"),
         ({"model_type": "gemma3", "text_config": {}}, "model_type 'gemma3' is not supported; supported are"),
         ({"model_type": "gpt_neox", "layer_norm_eps": None}, "'layer_norm_eps' is None"),
+        ({"model_type": "gpt_neox", "hidden_act": "mish"}, "hidden_act 'mish' is not supported; .*, gelu_fast, "),
         ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before False is not supported"),
         ({"model_type": "opt", "word_embed_proj_dim": 9}, "word_embed_proj_dim 9 is not supported; supported is 60"),
         ({"model_type": "gpt2", "scale_attn_weights": False}, "scale_attn_weights False is not supported"),

@@ -49,11 +49,3 @@ def test_new_weights_count_afterwards():
     model.load_state_dict(other.state_dict(), assign=True)
     with fast_attributes(model):
         assert torch.equal(model(tokens_BT), other(tokens_BT))
-
-
-def test_bound_layers_use_given_forwards():
-    model = small(hidden_size=256, intermediate_size=320)
-    layer, called = model.layers["0"].mlp.down_proj, []
-    with fast_attributes(model, {layer: lambda x, **_: called.append(x) or torch.zeros(*x.shape[:-1], 256)}):
-        changed = model(torch.arange(6)[None])
-    assert called and not torch.equal(changed, model(torch.arange(6)[None]))

@@ -5,6 +5,7 @@ import torch
 
 from rlhf_spmd.kernels.rope import rotate
 from rlhf_spmd.model import rope
+from rlhf_spmd.model.attention import Packed
 from rlhf_spmd.model.config import from_hf
 from tests.unit.model.test_transformer import LLAMA3, SMALL, YARN, ours, some_tokens, theirs
 
@@ -53,12 +54,15 @@ def test_angles_before_and_beyond_the_trained_length(kind, share, length):
     torch.testing.assert_close(sin_Tf, angles_Tf.sin() * factor, atol=1e-5, rtol=0)
 
 
-def test_the_longest_row_of_a_run_chooses_the_factors_of_all():
-    model = theirs("longrope beyond")
+@pytest.mark.parametrize("case", ["longrope beyond", "dynamic beyond"])
+def test_the_longest_row_of_a_run_chooses_the_factors_of_all(case):
+    model = theirs(case)
     mine, tokens_BT = ours(model), some_tokens(2, TRAINED + 5, 61)
     with torch.no_grad():
         expected = model(tokens_BT).logits[:, :7], model(tokens_BT[:, :7]).logits
         for longest, logits_BTV in zip((TRAINED + 5, TRAINED), expected, strict=True):
             mine.ropes.longest = longest
             torch.testing.assert_close(mine.logits(mine(tokens_BT[:, :7])), logits_BTV, atol=1e-5, rtol=1e-5)
+            packed_ND = mine(tokens_BT[:, :7].flatten(), context=Packed([7, 7]))
+            torch.testing.assert_close(mine.logits(packed_ND).view_as(logits_BTV), logits_BTV, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(*expected, atol=1e-3)

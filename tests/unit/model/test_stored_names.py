@@ -151,38 +151,6 @@ def test_of_two_heads_that_of_a_reward_model_is_read(tmp_path):
     assert load_model(tmp_path, head="scalar").score.weight.eq(1).all()
 
 
-WRONG = {
-    "quantised weights": (
-        lambda name: name.replace("q_proj.weight", "q_proj.qweight"),
-        r"holds tensor model.layers.0.self_attn.q_proj.qweight .*its weights are quantised: give the original",
-    ),
-    "no head": (
-        BASE["the base model"],
-        r"lacks tensor lm_head.weight; .* save the model again from AutoModelForCausalLM",
-    ),
-    "other names": (
-        lambda name: name.replace("model.embed_tokens", "transformer.wte").replace("model.", "transformer.h."),
-        r"lacks tensor model.embed_tokens.weight .*and holds tensor transformer",
-    ),
-    "an incomplete wrapper": (
-        lambda name: "x" if name == "model.norm.weight" else f"_orig_mod.{name}",
-        r"lacks tensor model.norm.weight and holds tensor x; copy all",
-    ),
-    "an adapter that is not merged": (
-        lambda name: "base_model.model." + name.replace("q_proj.weight", "q_proj.base_layer.weight"),
-        r"lacks tensor model.layers.0.self_attn.q_proj.weight .*base_layer.*; merge the adapter with peft",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_not_certain_is_told(name, tmp_path):
-    change, expected = WRONG[name]
-    rename(write_model(tmp_path), change)
-    with pytest.raises(UserError, match=expected):
-        load_model(tmp_path, head="lm")
-
-
 @pytest.mark.parametrize("beside", ["", "config.json", "config.json and weights"])
 def test_an_adapter_is_called_one(beside, tmp_path):
     """By what all verbs read first, torch-free."""

@@ -10,6 +10,8 @@ from rlhf_spmd.kernels import triton_import
 from rlhf_spmd.model import attention, transformer
 from rlhf_spmd.model.attention import attend
 from rlhf_spmd.model.config import from_hf
+from rlhf_spmd.model.families.family import ACTIVATIONS
+from rlhf_spmd.model.gates import PLAIN
 from rlhf_spmd.model.norm import RMSNorm
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.sequences import Sequences
@@ -118,6 +120,7 @@ CASES = {
     "glm4": ("glm4", {"head_dim": 16, "pad_token_id": 0, "attention_bias": False}),
     "gpt_neox": ("gpt_neox", NEOX | {"rotary_pct": 0.41}),
     "gpt_neox no biases": ("gpt_neox", NEOX | {"use_parallel_residual": False, "attention_bias": False}),
+    "gpt_neox 20B": ("gpt_neox", NEOX | {"hidden_act": "gelu_fast"}),
     "starcoder2": ("starcoder2", {"sliding_window": 5}),
     "starcoder2 no biases": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "gpt2": ("gpt2", {"num_key_value_heads": 6, "n_inner": 84}),
@@ -236,6 +239,17 @@ def test_scalar_head_equals_sequence_classification(case):
         values_BT = mine.scalar(mine(tokens_BT.masked_fill(padding_BT, -1)))
     assert values_BT.shape == (4, 13)
     torch.testing.assert_close(values_BT[torch.arange(4), lengths_B - 1], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_activations_are_those_of_transformers():
+    from transformers.activations import ACT2FN
+
+    assert PLAIN.keys() == {*ACTIVATIONS}
+    x = torch.linspace(-6, 6, 201, dtype=torch.float64, requires_grad=True)
+    for name, ours_of_it in PLAIN.items():
+        both = [(y, *torch.autograd.grad(y.sum(), x)) for y in (ours_of_it(x), ACT2FN[name](x))]
+        for got, expected in zip(*both, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-9, rtol=0, msg=name)
 
 
 def test_padding_never_reaches_a_real_token():

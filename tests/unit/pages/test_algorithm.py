@@ -99,12 +99,6 @@ def test_arguments_are_bound_by_name():
 # ---- a page of a user -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["data", "optimizer", "models", "strategy", "iterations"])
-def test_a_page_called_like_an_option_of_every_run(name, tmp_path):
-    with pytest.raises(UserError, match=f"algorithm {name}: .*give the file another name"):
-        presets.load("tiny", algorithm=str(write_page(tmp_path, name=name)))
-
-
 OWN_LOSS = '''
 def policy_loss(logprobs_BG, advantages_BG, mask_BG):
     """Called like that of PPO, which has its advantages whitened before."""

@@ -1,15 +1,11 @@
 """A run of an algorithm of a user's own, which has neither PPO's models nor its losses (tests/pages.py)."""
 
-import json
-
 import pytest
 import torch
 
-from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
 from tests.folders import write_all
 from tests.pages import run_of, write_page
-from tests.runs import RunOf
 
 
 def test_a_run_of_a_page(tmp_path):
@@ -76,17 +72,3 @@ def test_what_functions_return_is_checked(name, tmp_path):
 def test_a_loss_needs_no_sums(tmp_path):
     run = run_of(write_page(tmp_path, (LOSS, "    return loss")), write_all(tmp_path))
     assert "surrogate" not in run.iteration()
-
-
-def test_a_page_without_a_rule_for_truncated_responses_may_have_no_end(tmp_path):
-    """It takes responses as they come; that of PPO is refused where it would call each of them truncated."""
-    overrides = write_all(tmp_path, eos_token_ids=())
-    for folder in ("actor", "reward"):
-        names_path = tmp_path / folder / "tokenizer_config.json"
-        values = json.loads(names_path.read_text(encoding="utf-8"))
-        del values["eos_token"]
-        names_path.write_text(json.dumps(values), encoding="utf-8")
-    run = run_of(write_page(tmp_path), overrides)
-    assert run.iteration()["ended_fraction"] == 0.0
-    with pytest.raises(UserError, match=r"choose ppo\.truncation=score"):
-        RunOf(presets.load("tiny", overrides))

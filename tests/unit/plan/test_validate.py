@@ -96,7 +96,6 @@ MIXTURE = ModelShape(2, 8, 16, 8, 4, 4, 32, num_experts=6, experts_per_token=2, 
     ("shape", "layout", "kind", "text"),
     [
         (MIXTURE, {"tp": 4}, "cpu", "tp 4 cannot cut actor, which has 6 experts, .*; use tp 3"),
-        (replace(MIXTURE, qk_norm=True, qk_norm_of_all=True), {"tp": 2}, "cpu", "norms over all heads.*; use tp 1"),
         (MIXTURE, {"zero": 2}, "cpu", "ZeRO 2 is not for actor, a mixture of experts; use ZeRO 0 or 1, or split it"),
         (MIXTURE, {"zero": 3}, "cpu", "ZeRO 3 is not for actor"),
         (
@@ -116,8 +115,8 @@ def test_what_mixtures_cannot_have_is_refused_and_not_searched(shape, layout, ki
     for call in workload.workflow.placed_calls if kind == "cpu" else ():
         found = [one for mesh in meshes(cluster) for one in layouts_of(call, mesh, workload, cluster)]
         assert found and all(one.zero < 2 and shape.most_tp(one.tp) == one.tp for one in found)
-        assert {one.tp for one in found} == ({1} if shape.qk_norm_of_all else {1, 2, 3})
-    assert workload.largest_tp(cluster) == (1 if shape.qk_norm_of_all else 2)
+        assert {one.tp for one in found} == {1, 2, 3}
+    assert workload.largest_tp(cluster) == 2
     if kind != "cpu":
         with pytest.raises(UserError, match=text):
             search(workload, cluster, load_calibration(kind))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -87,15 +86,6 @@ def test_a_reader_that_goes_away_leaves_no_traceback():
     assert errors == "" and process.returncode == 141
 
 
-def test_a_thread_that_place_leaves_keeps_no_verb_alive(tmp_path):
-    own = tmp_path / "own.py"
-    text = "import threading, time\nfrom rlhf_spmd.strategies.flattening import place as flat\n\n\n"
-    text += "def place(workload, cluster):\n    threading.Thread(target=time.sleep, args=(600,)).start()\n"
-    own.write_text(text + "    return flat(workload, cluster)\n", encoding="utf-8")
-    found = run("check", str(own), "--layout", "1x2", "--preset", "tiny")
-    assert found.returncode == 0 and found.stdout.endswith('"ok": true}\n') and not found.stderr
-
-
 # ---- the rest in this process: it is the same main() ---------------------------------------------------------------
 
 
@@ -143,16 +133,6 @@ def test_mistakes_are_one_line_on_stderr(arguments, words, capsys):
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("rlhf_spmd: error: ") and err.count("\n") == 1
     assert all(word in err for word in words), err
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"], ["train", "--help"], ["convert", "-h"]])
-def test_help_needs_no_mpi(arguments, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    out = capsys.readouterr().out
-    assert end.value.code == 0 and "usage: rlhf-spmd" in out
-    for word, meaning in (("ppo.clip_ratio=0.2", "distance from 1"), ("eval.prompts=", "held-out prompts")):
-        assert bool(re.search(f"\n  {word} +{meaning}", out)) == (arguments[0] in ("check", "train"))
 
 
 @pytest.mark.parametrize(
@@ -215,15 +195,6 @@ def test_named_functions_are_imported_in_a_child(text, says, capsys, tmp_path, m
     out = capsys.readouterr().out
     assert f"reward function {path}:right is not checked: {says}" in out if says else "not checked" not in out
     assert "hidden" not in out
-
-
-def test_functions_that_a_file_names_are_not_imported(capsys, tmp_path):
-    path, config = tmp_path / "r.py", tmp_path / "c.yaml"
-    path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef right(responses): ...\n", encoding="utf-8")
-    config.write_text(f"algorithm: grpo\nreward_function: {path}:right\n", encoding="utf-8")
-    assert main(["check", "flattening", "--layout", "1x2", "--config", str(config)]) == 0
-    assert f"{path}:right is not checked: name it on the command line" in capsys.readouterr().out
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

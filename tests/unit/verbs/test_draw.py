@@ -50,14 +50,6 @@ def test_maps_and_forecasts_without_torch_and_mpi(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 20_000
 
 
-def test_a_map_needs_no_calibration_and_timelines_do(capsys, tmp_path):
-    out = str(tmp_path / "a.png")
-    words = ("flattening", "--layout", "1x2", "--device-type", "h200-141g", "--out", out)
-    assert draw(*words, "--only", "map") == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["forecast_s"] is None
-    assert "no calibration of h200-141g is shipped" in refusal(capsys, *words, "--overwrite")
-
-
 def test_strategies_get_the_options_that_they_have():
     config = load("tiny", ["strategy.training_pp=2", "strategy.zero=1"])
     cluster, workload = Cluster.parse("1x4"), make_workload()
@@ -67,18 +59,6 @@ def test_strategies_get_the_options_that_they_have():
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
-
-
-def test_refusals(capsys, tmp_path):
-    out = str(tmp_path / "a.png")
-    assert "did you mean 'flattening'?" in refusal(capsys, "flatening", "--out", out)
-    assert "does not exist" in refusal(capsys, str(tmp_path / "no.py"), "--out", out)
-    assert "unknown option 'nothing'" in refusal(capsys, "flattening", "--out", out, "strategy.nothing=1")
-    assert "give it the ending .png" in refusal(capsys, "flattening", "--out", str(tmp_path / "a.pdf"))
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    blocked = str(tmp_path / "file" / "a.png")
-    assert "can't be written" in refusal(capsys, "flattening", "--layout", "1x2", "--only", "map", "--out", blocked)
-    assert not (tmp_path / "a.png").exists()
 
 
 def test_nothing_is_overwritten_unless_told(capsys, tmp_path):

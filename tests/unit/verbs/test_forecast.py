@@ -42,16 +42,6 @@ def test_a_strategy_file_in_numbers(mine, capsys):
         assert part in shown
 
 
-@pytest.mark.parametrize("chain", [True, False])
-def test_iterations_that_overlap(capsys, chain):
-    words = ["separation", "--layout", "1x4", f"strategy.chain={chain}"]
-    assert main(["forecast", *words]) == 0
-    *text, last = capsys.readouterr().out.splitlines()
-    assert json.loads(last)["chain"] == chain
-    says = "  Iterations overlap: one begins on some ranks while others still train in the one before"
-    assert (says in text) == chain
-
-
 def test_evaluations_have_seconds_of_their_own(tmp_path, capsys):
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "the cat"}\n' * 6, encoding="utf-8")
     words = ["--layout", "1x4", "rollout_batch=16", "mini_batch=16"]
@@ -66,14 +56,6 @@ def test_evaluations_have_seconds_of_their_own(tmp_path, capsys):
     without, with_evaluations, short = told
     assert without["evaluation_s"] is None and without["forecast_s"] == with_evaluations["forecast_s"]
     assert 0 < short["evaluation_s"] < with_evaluations["evaluation_s"] < with_evaluations["forecast_s"]
-
-
-def test_what_does_not_fit_is_forecast_and_said(capsys):
-    assert main(["forecast", "flattening", *BIG]) == 1
-    *text, last = capsys.readouterr().out.splitlines()
-    result = json.loads(last)
-    assert result["forecast_s"] > 0 and result["missing_bytes"] > 100 * 2**30 and not result["ok"]
-    assert any("error: ranks 0-7 need" in line for line in text)
 
 
 @pytest.mark.parametrize(

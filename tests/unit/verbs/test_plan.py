@@ -186,37 +186,3 @@ def test_memory_is_kept_for_evaluations(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["ok"] is True
     message = refusal(capsys, *cluster, "--method", "two_phase", words[0], "eval.max_new_tokens=700000")
     assert "that fits 1x4 was found" in message and "eval.max_new_tokens=700000, " in message
-
-
-def test_a_launcher_is_refused(capsys, monkeypatch):
-    monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setenv("PMI_RANK", "0")
-    assert "plan runs in one process, but 2 were started (PMI_SIZE)" in refusal(capsys)
-
-
-# ---- a forecast as records, and a run against its forecast -----------------------------------------------------------
-
-
-def test_plans_stand_beside_the_strategies(planned):
-    text, result, _ = planned
-    for words in (*COMPARED, "Seconds of each call", "actor_generate", "bubble", "GiB", "products", "memory"):
-        assert words in text
-    assert result["ok"] is True and set(COMPARED) < set(result["plans"])
-    seconds = [value for value in result["plans"].values() if value is not None]
-    assert result["forecast_s"] == pytest.approx(min(seconds)) == result["plans"][result["name"]]
-
-
-MIXED = "".join(f'[[nodes]]\ndevices = 2\ndevice = "{one}"\n' for one in ("a100-80g", "h100-80g"))
-
-
-def test_a_cluster_of_two_types_is_forecast_without_a_calibration(tmp_path, capsys):
-    """By the shipped ones of both types, joined; a named one counts as ever."""
-    (tmp_path / "mixed.toml").write_text(MIXED, encoding="utf-8")
-    words = ["--cluster", str(tmp_path / "mixed.toml"), "--preset", "qwen2.5-0.5b"]
-    both, results = ",".join(f"{device}-derived" for device in ("a100-80g", "h100-80g")), []
-    for more in ([], ["--calibration", both]):
-        assert main(["forecast", "heterogeneous", *words, *more]) == 0
-        results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
-    assert results[0] == results[1] and results[0]["calibration"] == both
-    assert main(["forecast", "heterogeneous", *words, "--calibration", "a100-80g"]) == 2
-    assert "does not know devices of type h100-80g" in capsys.readouterr().err

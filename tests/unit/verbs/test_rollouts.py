@@ -62,22 +62,3 @@ def test_parquet_parts(run, capsys):
     folder.mkdir()
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "part-00000.parquet")
     assert responses(run, capsys) == ["4", "five\n", "6", "six"]
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--where", "score>1"], "unknown column 'score' (did you mean 'scores'?)"),
-        (["--where", "scores"], "write NAME>=NUMBER"),
-        (["--where", "scores>high"], "'high' is not a number"),
-        (["--where", "response~("], "is not a regular expression"),
-        (["--sort", "length"], "unknown column 'length'"),
-        (["--iteration", "7"], "has samples of 1, 3"),
-        (["--evaluation", "0"], "rollouts.every=N and eval.prompts=FILE"),
-        (["--limit", "0"], "at least 1"),
-        (["scores>1"], "unknown argument"),
-    ],
-)
-def test_bad_words(words, says, run, capsys):
-    assert main(["rollouts", str(run), *words]) == 2
-    assert says in capsys.readouterr().err

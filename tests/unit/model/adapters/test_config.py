@@ -2,12 +2,11 @@
 
 import json
 import math
-import re
 
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.adapters.config import AdapterConfig, base_of, from_peft, to_peft
+from rlhf_spmd.model.adapters.config import AdapterConfig, from_peft, to_peft
 
 Q, K = ("model.layers.{}.self_attn." + name for name in ("q_proj", "k_proj"))
 LEAST = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
@@ -99,19 +98,3 @@ def test_a_score_makes_a_reward_model_where_no_task_is_named():
     config = from_peft(LEAST | {"task_type": None, "modules_to_save": ["score"]}, [])
     assert config.task_type == "SEQ_CLS"
     assert from_peft(LEAST | {"task_type": None}, []).task_type == "CAUSAL_LM"
-
-
-def test_where_the_base_is(tmp_path, monkeypatch):
-    folder = tmp_path / "adapters" / "one"
-    config = AdapterConfig(base="base")
-    with pytest.raises(
-        UserError, match=re.escape(f"{folder} holds an adapter for base, which is not a folder here; give")
-    ):
-        base_of(folder, config, None, option="--base FOLDER")
-    with pytest.raises(UserError, match="a base that it does not name; give the folder of the base: lora.base=FOLDER"):
-        base_of(folder, AdapterConfig(), None, option="lora.base=FOLDER")
-    for place in (folder.parent / "base", folder / "base", tmp_path / "base"):
-        place.mkdir(parents=True)
-        monkeypatch.chdir(tmp_path)
-        assert base_of(folder, config, None, option="").resolve() == place.resolve()
-    assert base_of(folder, config, "other", option="").name == "other"

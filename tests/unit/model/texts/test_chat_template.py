@@ -102,8 +102,8 @@ def test_what_is_missing_is_told(folder, tmp_path):
         ChatTemplate(folder, "no.jinja", started=STARTED)  # before, and although no prompt may be a conversation
     refused = {
         "{{ raise_exception('only user and assistant') }}": "only user and assistant",
-        "{{ messages | random }}": "it draws at random",
-        "{{ lipsum() }}": "it draws at random",
+        "{{ messages | random }}": "it uses random numbers",
+        "{{ lipsum() }}": "it uses random numbers",
     }
     for text, why in refused.items():
         with pytest.raises(UserError, match=rf"line 1: the chat template does not take .*: {why}"):

@@ -1,6 +1,5 @@
 """Added tokens and special names of all files of a tokenizer, as transformers reads them; which tokenizers are one."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,8 +9,7 @@ import pytest
 from rlhf_spmd.config.model_folders import folder_of, same_tokenizer
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.hf import load_tokenizer, read_config
-from rlhf_spmd.model.texts.tokenizer import padding_token
+from rlhf_spmd.model.hf import load_tokenizer
 from tests.unit.embedded.test_embedded import ACTOR
 
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -94,30 +92,10 @@ def test_all_files_are_read_as_transformers_reads_them(name, tmp_path):
                 assert ours.decode(ids, special=shown) == theirs.decode(ids, skip_special_tokens=not shown)
 
 
-@pytest.mark.parametrize(
-    ("files", "name"),
-    [
-        ({"config": {LISTED: {"x": special("<|x|>")}}}, "tokenizer_config.json"),
-        ({"added": {"<|x|>": None}}, "added_tokens.json"),
-    ],
-)
-def test_ids_that_are_none_are_refused(files, name, tmp_path):
-    with pytest.raises(UserError, match=f"{name} does not list added tokens"):
-        load_tokenizer(copy(tmp_path / "m", **files))
-
-
 def test_ids_that_disagree_are_refused(tmp_path):
     folder = copy(tmp_path / "m", config={LISTED: {"7": special("<|pad|>")}})
     with pytest.raises(UserError, match=r"tokenizer_config.json gives the token '<\|pad\|>' the id 7, .* it is 0;"):
         load_tokenizer(folder)
-
-
-def test_a_reward_model_pads_with_a_listed_token(tmp_path):
-    listed = {"0": special("<|pad|>"), "1024": special("<|padding|>"), "1025": special("<|im_end|>")}
-    folder = copy(tmp_path / "m", config={LISTED: listed, "pad_token": "<|im_end|>", "eos_token": "<|im_end|>"})
-    shape = dataclasses.replace(read_config(ACTOR), vocab_size=1026, eos_token_ids=(1025, 0), pad_token_id=1025)
-    assert padding_token(folder, shape) == 1024
-    assert load_tokenizer(folder).pad_token_id == 1024
 
 
 # ---- one tokenizer or another ---------------------------------------------------------------------------------------

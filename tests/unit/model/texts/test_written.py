@@ -77,8 +77,10 @@ def read(folder, file, road: str, messages: list, template: str, end: str) -> tu
     return tokenizer.decode(tokens, special=True), found.remarks
 
 
-@pytest.mark.parametrize("road", ROADS)
-@pytest.mark.parametrize("name", [*ENDS, *OWN])
+@pytest.mark.parametrize(
+    ("name", "road"),
+    [(name, ROADS[(number + more) % len(ROADS)]) for number, name in enumerate([*ENDS, *OWN]) for more in (0, 2)],
+)
 def test_what_is_said_comes_out_or_is_told(name, road, folder, tmp_path):
     template, end = HERE / f"{name}.jinja", ENDS.get(name, "<|im_end|>")
     if name in OWN:
@@ -111,17 +113,6 @@ def test_plain_conversations_are_never_refused_nor_noted(folder, tmp_path):
             text, notes = read(folder, file, road, [ASK, ANSWER, ASK, told("assistant", weight=1)], template, end)
             notes = [note for note in notes if "template" in note and "writes the time" not in note]
             assert "Xuser" in text and not notes, (name, road, notes)
-
-
-def test_one_conversation_is_tried_for_each_kind_of_message(folder, monkeypatch):
-    made = ChatTemplate(folder, str(HERE / "qwen3_kept.jinja"), started=STARTED)
-    rendered = []
-    monkeypatch.setattr(made, "render", lambda *args, **more: rendered.append(args) or str(args))
-    for number in range(20):
-        made.check("here", [ASK, ANSWER, ASK, ANSWER] + [ASK, ANSWER] * (number % 5), 1)
-    assert len(rendered) == 1
-    made.check("here", [ASK, ANSWER, ASK, told("assistant") | {"content": "<think>Xthought</think>"}], 1)
-    assert len(rendered) == 2
 
 
 def test_numbers_of_calls_are_no_words_and_tools_that_are_not_written_are_told(folder, tmp_path):

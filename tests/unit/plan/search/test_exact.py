@@ -36,13 +36,13 @@ def small_space(model: CallModel, draw: random.Random, most: int) -> Space:
     return Space(model, tuple(lists))
 
 
-@pytest.mark.parametrize("layout", list(CLUSTERS))
-@pytest.mark.parametrize("num_bytes", [None, 2_500_000, 1_500_000, 900_000])
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_exact_is_brute_force(layout, num_bytes, epochs):
+@pytest.mark.parametrize("place", range(len(CLUSTERS)), ids=list(CLUSTERS))
+@pytest.mark.parametrize("limit", range(4))
+def test_exact_is_brute_force(place, limit):
     """Also under memory limits that bite, and where streaming is the best."""
-    model = model_of(layout, num_bytes, epochs=epochs)
-    for seed in range(3):
+    num_bytes = (None, 2_500_000, 1_500_000, 900_000)[limit]
+    model = model_of(list(CLUSTERS)[place], num_bytes, epochs=1 + (place + limit) % 2)
+    for seed in range(2):
         space = small_space(model, random.Random(seed), 3)
         best = Best(20)
         least_s = exact(space, best, Budget())
@@ -62,8 +62,7 @@ def test_the_markov_chain_finds_the_best_of_a_small_space(num_bytes):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("num_bytes", [None, 12_800_000, 12_200_000])
-@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize(("num_bytes", "epochs"), [(None, 1), (12_800_000, 3), (12_200_000, 1)])
 def test_exact_is_brute_force_one_iteration_ahead(num_bytes, epochs):
     """Now the calls that draw take longest, now those that train."""
     model, seconds = model_of("2x4", num_bytes, epochs=epochs, ahead=1), set()

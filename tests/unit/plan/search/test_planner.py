@@ -15,13 +15,11 @@ from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link
 from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.cost.seconds import Cost
-from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.search import planner as searches
 from rlhf_spmd.plan.search.exact import Best, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
-from rlhf_spmd.plan.search.planner import filled, name_of, refine, search
+from rlhf_spmd.plan.search.planner import filled, refine, search
 from rlhf_spmd.plan.workload import ModelShape, Workload
 from tests.programs import make_workload
 
@@ -157,23 +155,3 @@ def test_no_clock_decides(monkeypatch):
     after = search(workload, cluster, A100, keep=1)
     assert [plan.placement for plan in after.plans] == [plan.placement for plan in before.plans]
     assert after.gap == before.gap == 0.0 and after.num_scored == before.num_scored
-
-
-def test_names_are_those_of_the_strategies():
-    workload, cluster = make_workload(shape=SHAPE), Cluster.parse("1x4")
-
-    def name(**changes) -> str:
-        everyone = Layout.data_parallel(range(4))
-        found = {call.name: everyone for call in workload.workflow.placed_calls} | changes
-        return name_of(Placement(found), workload, cluster)
-
-    front, behind = Layout.data_parallel((0, 1)), Layout.data_parallel((2, 3))
-    assert name() == "flattening"
-    assert name(actor_generate=Layout.grid_of(range(4), tp=2)) == "reallocation"
-    assert name(reference_infer=front, reward_infer=behind) == "interleaving"
-    calls = [call.name for call in workload.workflow.placed_calls]
-    apart = {call: front if call.endswith("_train") else behind for call in calls}
-    assert name(**apart) == "separation"
-    assert name(actor_train=front, critic_train=behind) == "mixed"
-    workload, cluster = config.make_workload(presets.load("llama-7b", algorithm="sft")), Cluster.parse("1x4")
-    assert name() == "flattening" and name(actor_train=front) == "mixed"  # nothing to be separate from

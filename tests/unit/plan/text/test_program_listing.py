@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
+
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.plan.text.program_listing import chain_note, show_program
+from rlhf_spmd.plan.proof.memory_check import Finding
+from rlhf_spmd.plan.text.program_listing import chain_note, show_program, verdict
 from tests.chains import moved, weights_of
 from tests.programs import make_workload
 
@@ -39,3 +42,8 @@ def test_a_list_says_what_belongs_to_the_iteration_before():
         assert f"Wait transfer {number} of the iteration before: weights of {model} to ranks 1" in text
     assert "Agree on metrics of the iteration before" in text
     assert text.count("of the iteration before") == 5
+
+
+@pytest.mark.parametrize("kinds", [(), ("warning",) * 12, ("error",) * 12 + ("warning",) * 12])
+def test_a_verdict_fits_a_terminal(kinds):
+    assert len(verdict([Finding(kind, "text") for kind in kinds])) <= 79

@@ -1,6 +1,5 @@
 """Checkpoints on disk: whole or not there, whatever byte a crash comes at; refused by name when anything is wrong."""
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -132,35 +131,6 @@ def test_a_crash_at_any_byte_leaves_a_whole_checkpoint(root, monkeypatch, tmp_pa
                 write(root, 5)
         checkpoint_files.remove_drafts(root)
     assert 0 < committed < 40
-
-
-def test_the_next_run_removes_what_a_killed_one_left(root, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(Crash):
-        Budget(patch, 60)
-        write(root, 15)
-    assert (root / ".iteration-000015").is_dir()
-    checkpoint_files.remove_drafts(root)
-    assert {path.name for path in root.iterdir()} == {"iteration-000005", "iteration-000010"}
-
-
-@pytest.mark.parametrize(
-    ("number", "fix"),
-    [
-        (errno.ENOSPC, "make room there, or lower checkpoint.keep. Earlier"),
-        (errno.EFBIG, "(`ulimit -f`). Earlier"),
-        (errno.EIO, "check the disk and the rights. Earlier"),
-    ],
-)
-def test_a_full_or_broken_disk_is_told_and_changes_nothing(number, fix, root, monkeypatch):
-    def write_nothing(descriptor, data):
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as patch, pytest.raises(UserError) as error:
-        patch.setattr(os, "write", write_nothing)
-        write(root, 15)
-    for words in ("rank-0001.safetensors", os.strerror(number), fix):
-        assert words in str(error.value)
-    assert verified(root).iteration == 10
 
 
 # ---- tampering -------------------------------------------------------------------------------------------------------

@@ -46,14 +46,6 @@ def test_the_loop_does_not_wait_for_the_disk(saver, monkeypatch):
     assert found.iteration == 4 and '"kl_coef": 1.0' in found.text("state.json")
 
 
-def test_one_after_the_other(saver):
-    for number in (4, 5, 6):
-        saver.save(number, {})
-    saver.finish()
-    names = [path.name for path in checkpoint_files.complete_checkpoints(saver.root)]
-    assert names == ["iteration-000005", "iteration-000006"]
-
-
 def test_a_full_disk_is_told_by_the_next_check(saver, monkeypatch):
     saver.save(4, {})
     saver.finish()

@@ -61,15 +61,6 @@ def test_what_a_run_refuses_is_refused(algorithm, rows, says, tmp_path):
     assert says in str(told.value)
 
 
-def test_messages_need_a_chat_template(tmp_path):
-    file = write(tmp_path / "p.jsonl", {"prompt": [ASKED]})
-    with pytest.raises(
-        UserError, match=r"p.jsonl, line 1: the prompt is a list of messages, .* has no chat template; "
-    ):
-        check("grpo", file, words=("data.chat_template=",))
-    check("grpo", write(file, {"prompt": "a"}), words=("data.chat_template=",))
-
-
 def test_only_the_first_rows_of_each_file_are_read(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -56,13 +56,6 @@ def test_the_mixture_of_each_iteration_is_that_of_the_weights(weights):
     assert len(used) == 150 and [Counter(used)[index] for index in range(1000, 1050)] == [3] * 50  # three epochs
 
 
-def test_without_shuffling_the_order_is_that_of_the_files():
-    one = PromptOrder((4, 3), shuffle=False)
-    assert [one.batch(iteration, 3) for iteration in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 0, 1]]
-    two = PromptOrder((4, 3), (1, 1), shuffle=False)
-    assert [two.batch(iteration, 4) for iteration in range(3)] == [[0, 4, 1, 5], [2, 6, 3, 4], [0, 5, 1, 6]]
-
-
 def test_two_files_have_two_permutations_and_part_of_the_promise():
     order = PromptOrder((8, 8), (1, 1))
     batch = order.batch(0, 16)

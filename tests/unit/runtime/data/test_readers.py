@@ -7,7 +7,6 @@ import json
 import pyarrow as arrow
 import pytest
 
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.messages import messages_of
 from rlhf_spmd.runtime.data.prompts import load_prompts
 from rlhf_spmd.runtime.data.readers import read_records
@@ -21,20 +20,6 @@ def records(tmp_path, **columns) -> list[dict]:
 
     parquet.write_table(arrow.table(columns), tmp_path / "p.parquet")
     return [record for _, record in read_records(tmp_path / "p.parquet", "prompt")]
-
-
-@pytest.mark.parametrize(
-    "kind", ["binary", "large_binary", "binary_view", "large_string", "string_view", "dictionary", "fixed", "bytes"]
-)
-def test_texts_of_every_type(kind, tmp_path):
-    texts = ["dé", "abc"]
-    made = {
-        "dictionary": lambda: arrow.array(texts).dictionary_encode(),
-        "bytes": lambda: arrow.array([text.encode() for text in texts]).dictionary_encode(),
-        "fixed": lambda: arrow.array([text.encode() for text in texts], arrow.binary(3)),
-    }
-    column = made[kind]() if kind in made else arrow.array(texts).cast(getattr(arrow, kind)())
-    assert [row["prompt"] for row in records(tmp_path, prompt=column)] == texts
 
 
 def test_what_json_has_no_type_for_becomes_text(tmp_path):
@@ -56,15 +41,6 @@ def test_what_json_has_no_type_for_becomes_text(tmp_path):
         "half": 1.5,
     }
     assert found.column_names == tuple(columns)
-
-
-def test_columns_are_those_of_all_rows(tmp_path):
-    rows = [{"prompt": "a"}, {"prompt": "b", "answer": None}, {"prompt": "c", "note": "\ud83d", "answer": 1}]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found = load_prompts(tmp_path / "p.jsonl", Words(), max_prompt_tokens=8)
-    assert found.column_names == ("answer", "note")
-    assert found.records(range(3)) == [{}, {"answer": None}, {"note": "\ud83d", "answer": 1}]
-    assert found.whole_records([0, 2]) == [{"answer": None, "note": None}, {"answer": 1, "note": "\ud83d"}]
 
 
 def test_changed_columns_change_their_fingerprint_only(tmp_path):
@@ -104,14 +80,3 @@ def test_every_spelling_of_a_call_is_read_as_one(answer):
         found = messages_of("here", row, "m")
         content = {"content": ""} if "function_call" not in call and "tool_calls" not in call else {}
         assert found == [{"role": "assistant", "tool_calls": [CALL], **content}, {"role": "tool", "content": "1"}]
-
-
-def test_what_is_no_call_is_refused():
-    for wrong in ({"from": "function_call", "value": "f(1)"}, {"role": "assistant", "tool_calls": [3]}):
-        with pytest.raises(UserError, match="message 1 of 'm' has a call of a tool that is not an object"):
-            messages_of("here", {"m": [wrong]}, "m")
-    kept = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "no JSON"}}]}
-    assert messages_of("here", {"m": [kept]}, "m") == [kept]
-    assert messages_of("here", {"m": [{"role": "assistant", "content": "a", "tool_calls": []}]}, "m") == [
-        {"role": "assistant", "content": "a"}
-    ]

@@ -54,35 +54,6 @@ def test_an_environment_of_trl():
     assert begun(guess)[0].object.answer == begun(guess)[0].object.answer  # by the seed
 
 
-FACTORIES = """
-import functools
-class Env:
-    def __init__(self, start): self.start = start
-    def reset(self, **columns):
-        return [{"type": "text", "text": " a"}, {"type": "text", "text": "b"}]
-    def count(self) -> int:
-        \"\"\"Counts.\"\"\"
-        return self.start
-class Seen(Env):
-    def reset(self): return [{"type": "image", "image": 3}]
-by_partial = functools.partial(Env, 3)
-def by_function() -> Env: return Env(3)
-def seeing() -> "Seen": return Seen(3)
-"""
-
-
-def test_factories_of_environments_as_trl_takes_them(tmp_path):
-    """And what reset() returns is added to the last message as parts, of which only texts are supported."""
-    (tmp_path / "factories.py").write_text(FACTORIES, encoding="utf-8")
-    for name in ("by_partial", "by_function"):
-        environment = only(f"{tmp_path}/factories.py:{name}", ["prompt"])
-        episode, opening = begun(environment)
-        assert (*environment.tools,) == ("count",) and opening == Opening(add=" ab")
-        assert asyncio.run(episode.call("count", {})) == Step("3")
-    with pytest.raises(UserError, match="reset.. gave .*'image'.*: return a text"):
-        begun(only(f"{tmp_path}/factories.py:seeing"))
-
-
 def test_an_environment_of_skyrl():
     turns = only("of_skyrl.py:TurnsEnv")
     assert (turns.speaks, (*turns.tools,)) == ("chat", ())
@@ -132,30 +103,6 @@ def test_a_class_with_steps_gets_columns_and_seeds_by_their_names():
     assert [*only("functions.py:Total").tools] == ["count"]
 
 
-NAMES = '''
-class Named:
-    def reset(self, function, seed, cls=0, **columns):
-        self.given = function, seed, cls, columns
-
-    def step(self, text):
-        return "", 0.0, True
-
-
-def plot(function: str, cls: str, self: str, name: str, args: str, arguments: str, tools: str) -> str:
-    """Plots."""
-    return function + cls + self + name + args + arguments + tools
-'''
-
-
-def test_names_of_parameters_and_columns_are_the_users_own(tmp_path):
-    """A column named as a seed of the program is the column."""
-    (tmp_path / "e.py").write_text(NAMES, encoding="utf-8")
-    words = dict(zip(("function", "cls", "self", "name", "args", "arguments", "tools"), "abcdefg", strict=True))
-    assert asyncio.run(only(f"{tmp_path}/e.py:plot").make().call("plot", words)) == Step("abcdefg")
-    episode, _ = begun(only(f"{tmp_path}/e.py:Named"), function=1, seed=2, cls=3, name=4, args=5)
-    assert episode.object.given == (1, 2, 3, {"name": 4, "args": 5, "sample_seed": 6})
-
-
 REFUSED = {
     "no_such.py:A": "no_such.py does not exist",
     "functions.py": "write it as module:Name or file.py:Name",
@@ -187,28 +134,6 @@ def test_what_is_not_supported_is_refused_by_name_with_a_fix(given, tmp_path):
 def test_a_tool_without_types_or_docstring_is_refused(name, why):
     with pytest.raises(UserError, match=f"functions.py:{name}.*the tool {name} can't be described .*{why}.*Args:"):
         only(f"functions.py:{name}").schemas(tool_schema)
-
-
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [
-        ("return 'a', 1.0", r"step\(\) gave .* \(tuple\): return \(observation, reward, done\)"),
-        ("return 'a', 'nan', False", r"step\(\) gave .* \(tuple\)"),
-        ("return 'a', 1.0, None", r"step\(\) gave .* a bool"),
-        ("return [{'role': 'assistant', 'content': 'a'}], 1.0, False", r"step\(\) gave .* a text or messages"),
-        ("return [{'role': 'user', 'content': 'a', 'w': {1}}], 1.0, False", r"step\(\) gave"),
-    ],
-)
-def test_a_result_of_another_form_is_one_message(source, why, tmp_path):
-    text = f"class E:\n    def reset(self): return 3\n    def step(self, text):\n        {source}\n"
-    (tmp_path / "e.py").write_text(text, encoding="utf-8")
-    environment = only(f"{tmp_path}/e.py:E")
-    with pytest.raises(UserError, match=r"reset\(\) gave .3. \(int\): return a text"):
-        begun(environment)
-    episode = environment.make()
-    episode.object = episode.make()
-    with pytest.raises(UserError, match=why):
-        asyncio.run(episode.step("a"))
 
 
 TOOL = '''

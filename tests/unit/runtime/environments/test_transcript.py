@@ -46,19 +46,6 @@ def test_calls_and_answers_are_apart(name, folder, tmp_path):
         run.close()
 
 
-def test_two_calls_and_one_that_cannot_be_read(folder, tmp_path):
-    run = of_run(folder, "functions.py:TOOLS", ["prompt"])
-    try:
-        calls = [Call("add", {"a": 1, "b": 2}).message, Call("shout", {"text": "a"}).message]
-        both = run.renderers[""].joins.call_text(calls)
-        one, two, three = shown(run, rows_of(1), both, "<tool_call>{", "ok")
-        assert one["answers"] == ["3", "A"] and len(one["calls"]) == 2 and not one["model"]
-        assert two["model"] == "<tool_call>{" and not two["calls"] and "cannot be read" in two["answers"][0]
-        assert three["model"] == "ok"
-    finally:
-        run.close()
-
-
 def test_environments_that_speak_text_and_messages(folder, tmp_path):
     for spec, columns, expected in (
         ("of_openrlhf.py:AgentInstance", {"label": "4"}, None),

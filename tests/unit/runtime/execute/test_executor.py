@@ -128,54 +128,6 @@ def test_only_the_late_rank_is_named(ranks):
     assert f"gave up waiting in iteration 1, instruction 0: {step}" in str(caught.value)
 
 
-def test_a_run_that_draws_ahead_names_both_iterations_and_keeps_places():
-    """The prologue, a step and the epilogue execute parts of one list, so one wait graph holds for all of them."""
-    workload, cluster = make_workload(old_logprobs="current", importance_weights="token"), Cluster.parse("1x2")
-    program = compile_program(workload, separation.place(workload, cluster, ahead=1), cluster)
-    first, second = (iteration(number) for number in (2, 3))
-    for rank, whole in enumerate(program.instructions):
-        board, calls = Board(2), []
-        executor = Executor(job_of(program, RankOf(rank, board)), Tracer())
-        executor.run = lambda run, data, calls=calls: calls.append((run.call, data.number))
-        executor.transfers.post = executor.transfers.wait = lambda *_: None
-        executor.agree = lambda *_: []
-        said = []
-        for batches in ((first, None), (second, first), (None, second)):
-            board.texts[rank].clear()
-            executor.iteration(*batches)
-            said.append([text.partition(": ") for text in board.texts[rank][:-1]])  # the last one says that it is over
-        for part, title in zip(said, ("drawing iteration 3", "iteration 3, drawing 4", "iteration 4"), strict=True):
-            assert {before for before, *_ in part} == {title}
-        texts = [[text for *_, text in part] for part in said]
-        assert texts[1] == executor.texts and len(texts[1]) == len(whole)
-        assert sorted(texts[0] + texts[2]) == sorted([*texts[1], "Agree on metrics"])
-        assert board.places[rank].position == len(whole) - 1
-        drawn = {"actor_generate", "reference_infer", "reward_infer", "critic_infer", "actor_infer_parity"}
-        assert {number for call, number in calls if call in drawn} == ({2, 3} if rank else set())
-        order = [number for call, number in calls if call not in drawn]
-        assert order == sorted(order) and set(order) == (set() if rank else {2, 3})
-        spans = [(span[0], span[4], span[5].get("iteration")) for span in executor.recorder.spans if span[0] in drawn]
-        assert set(spans) == ({(call, 2, number) for call in drawn for number in (2, 3)} if rank else set())
-
-
-def test_a_peer_that_posted_is_not_late():
-    """A sender may wait for its message much later than the receiver."""
-    program = place_calls(make_workload(), "1x4", **PLACEMENTS["reference on one"])
-    number = next(n for n, transfer in enumerate(program.transfers) if 3 in {m.destination for m in transfer.messages})
-    board = Board(4)
-    everyone = executors(program, board)
-    for rank in (0, 1):
-        where = everyone[rank].instructions.index(Post(number))
-        everyone[rank].instructions = everyone[rank].instructions[: where + 1]
-        everyone[rank].iteration(iteration())
-    board.places[2] = Position.of("iteration 1: Run actor_generate", 0, 0)
-    error = explained(everyone[3], RuntimeError("gloo: timed out"), Wait(number), 5)
-    assert isinstance(error, UserError) and "rank 2 on here last reported: iteration 1: Run actor_generate" in str(
-        error
-    )
-    assert str(error).count("last reported") == 1
-
-
 def test_a_peer_that_posted_long_ago_is_not_late():
     """While streaming a rank posts much before it waits, and the board shows its last position alone."""
     workload, cluster = make_workload(mini_batch=8, num_mini_batches=4), Cluster.parse("1x8")

@@ -15,8 +15,6 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.execute import optimizer_step
 from rlhf_spmd.runtime.execute.optimizer_step import OptimizerStep
 from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
-from rlhf_spmd.runtime.records.run_folder import RunFolder
-from rlhf_spmd.runtime.run.recorded import save_models
 from tests.folders import write_all
 from tests.runs import RunOf, load
 
@@ -367,27 +365,3 @@ def test_kl_controller_once_per_iteration(overrides):
     assert run.state.of_algorithm.kl_coef == pytest.approx(expected, rel=1e-6) and expected != 0.05
     fixed = RunOf(load(overrides))
     assert [metrics["kl_coef"] for metrics in fixed.iterations()] == [0.05] * 3
-
-
-# ---- The models -----------------------------------------------------------------------------------------------------
-
-
-def test_the_trained_actor_loads_in_transformers(overrides, tmp_path):
-    """The saved weights are the engine's, bit for bit, and no longer those of the start."""
-    from transformers import AutoModelForCausalLM
-
-    run = RunOf(load(overrides))
-    start = run.weights("actor")
-    run.iteration()
-    save_models(run.job, RunFolder(tmp_path))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
-    weights = run.weights("actor")
-    state = {name.removeprefix("model."): tensor for name, tensor in loaded.state_dict().items()}
-    assert state.keys() == weights.keys()
-    assert all(torch.equal(state[name], weights[name]) for name in weights)
-    assert any(not torch.equal(start[name], weights[name]) for name in weights)
-    tokens_BT = torch.randint(0, 63, (2, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        ours = run.job.models.engines["actor"].model
-        expected_BTV = ours.logits(ours(tokens_BT))
-        torch.testing.assert_close(loaded(tokens_BT).logits, expected_BTV, rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ import torch
 
 from rlhf_spmd.config import presets
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.plan.program.instructions import Program, Run, Wait, merged
+from rlhf_spmd.plan.program.instructions import Program, Run, Wait
 from rlhf_spmd.runtime.execute import iteration
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
@@ -17,12 +17,6 @@ from tests.programs import make_workload, place_calls
 from tests.runs import compiled
 
 HOLE = {"actor_generate": (0,), "reference_infer": (1, 2, 3), "reward_infer": (2,)}
-
-
-def test_merged_ranges():
-    assert merged([range(4, 6), range(2), range(1, 3), range(9, 9), range(3, 4)]) == (range(6),)
-    assert merged([range(5, 7), range(2)]) == (range(2), range(5, 7))
-    assert merged([]) == ()
 
 
 def columns(ranges) -> list[int]:

@@ -4,6 +4,7 @@ import pytest
 
 from rlhf_spmd.plan.program.instructions import Agree, Post, Run, Wait
 from rlhf_spmd.runtime.failure.diagnosis import BETWEEN, RankState, WaitGraph, diagnose, late_ranks
+from rlhf_spmd.runtime.failure.postmortem import run_status
 from rlhf_spmd.runtime.failure.records import NOWHERE
 from rlhf_spmd.strategies import flattening, separation
 from tests.unit.runtime.failure.test_records import program_of
@@ -82,20 +83,6 @@ def test_a_stopped_rank_is_to_blame_wherever_it_stands():
     assert found.late == (2,) and "it is stopped (SIGSTOP)" in found.text
 
 
-def test_all_inside_one_collective():
-    program = program_of(flattening)
-    train = find(program, 0, Run, call="actor_train")
-    found = diagnose([standing(program, rank, train) for rank in range(4)], WaitGraph.of(program))
-    assert found.late == () and "all ranks reached iteration 3: Run actor_train" in found.text
-
-
-def test_without_a_program_places_are_compared():
-    where = [RankState(rank, "here", "loading" if rank == 2 else "meeting", NOWHERE, NOWHERE, 5.0) for rank in range(4)]
-    found = diagnose(where, None)
-    assert found.late == (2,) and "rank 2: loading, for 5.0 s" in found.text
-    assert diagnose(where[:2], None) is None
-
-
 @pytest.mark.parametrize("strategy", [flattening, separation])
 def test_the_lists_survive_a_file(strategy, tmp_path):
     program = program_of(strategy)
@@ -126,3 +113,9 @@ def test_in_a_chain_a_sender_waits_for_ranks_of_the_next_iteration():
     receives = graph.of_rank[rank][place].needs  # of the iteration before
     assert (0, sends, -1) in receives
     assert late_ranks(receives, 4, {0: sender}) == () == late_ranks(receives, 4, {0: standing(program, 0, 0, 4)})
+
+
+def test_a_run_that_its_user_stopped_says_so():
+    """It was said to run until its supervisors had been silent for long."""
+    assert run_status([], 0.0, "interrupted by SIGINT (reported by rank 1)") == "stopped by SIGINT (Ctrl-C)"
+    assert run_status([], 0.0, "other") == "ended by SIGTERM"

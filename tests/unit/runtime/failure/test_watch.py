@@ -51,30 +51,6 @@ def test_it_never_asks_torch(monkeypatch):
         watch.stop()
 
 
-def test_it_tells_what_goes_wrong_in_it_once_and_looks_on(capfd):
-    looks = []
-
-    def broken(**_) -> None:
-        looks.append(1)
-        raise RuntimeError("no memory is shared")
-
-    world = Alone()
-    watch = Watch(world)
-    watch.start()
-    try:
-        assert spoke_again(world)
-        world.positions.report = broken
-        until = time.monotonic() + 60
-        while len(looks) < 3 and time.monotonic() < until:
-            time.sleep(0.01)
-        world.positions.report = world.report
-        assert spoke_again(world)
-    finally:
-        watch.stop()
-    text = "rank 0 (host here) could not check whether the job hangs (RuntimeError: no memory is shared)"
-    assert capfd.readouterr().err.count(text) == 1
-
-
 @contextmanager
 def used_by_a_thread(name: bytes, seconds: float) -> Iterator[None]:
     """Runs a thread of this name inside this context that has used its processor for so long."""

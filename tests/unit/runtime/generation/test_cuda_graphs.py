@@ -12,7 +12,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import kv_attention
 from rlhf_spmd.runtime.generation import cuda_graphs, kv_cache
 from rlhf_spmd.runtime.generation.engine import Engine
@@ -143,27 +142,6 @@ def test_graphs_end_with_the_weights_that_they_read(captured):
             p.data = p.data.clone()
         engine.run(mini_batch)
     assert rows(engine.results(numbers)[0]) == expected
-
-
-def test_a_size_is_captured_when_it_has_occurred_often(monkeypatch):
-    """Before, a larger graph runs its rows, or none does."""
-
-    def capture(self, step, size):
-        captured.append(size)
-        return types.SimpleNamespace(replay=lambda: ran.append(size)), torch.zeros(size, 1)
-
-    def step(tokens_B, *_):
-        ran.append("eager")
-        return torch.zeros(len(tokens_B), 1)
-
-    monkeypatch.setattr(cuda_graphs.Graphs, "_capture", capture)
-    captured, ran = [], []
-    graphs = cuda_graphs.Graphs(250, 1, torch.device("cpu"))
-    for num in [100] * 10 + [20] * 9 + [140] * 2 + [5]:
-        rows_B = torch.ones(num, dtype=torch.int64)
-        assert len(graphs(step, rows_B, rows_B)) == num
-    assert captured == [128, 32]
-    assert ran == ["eager"] * 8 + [128] * 2 + [128] * 8 + [32] + ["eager"] * 2 + [32]
 
 
 def of_iterations(model, num: int, monkeypatch, *, moves: bool) -> list[int]:
@@ -305,20 +283,6 @@ def graphs(monkeypatch) -> cuda_graphs.Graphs:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(cuda_graphs, "OCCURRENCES", 0)
     return cuda_graphs.Graphs(3, 1, torch.device("cpu"))
-
-
-def test_a_capture_that_fails_names_the_cause(graphs):
-    """And not what its end says of it."""
-
-    def step(*_) -> torch.Tensor:
-        if calls:
-            raise UserError("the cause")
-        calls.append("warm-up")
-        return torch.zeros(8, 1)
-
-    calls: list[str] = []
-    with pytest.raises(UserError, match="the cause"):
-        graphs(step, torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64))
 
 
 def test_nothing_is_collected_during_a_capture(graphs):

@@ -183,8 +183,7 @@ def test_the_cases_end_early_late_and_never():
     assert set(lengths("never")) == set(lengths("plain")) == {MAX_RESPONSE}
 
 
-@pytest.mark.parametrize("dtype", PARITY)
-@pytest.mark.parametrize("std", [0.02, 0.2])
+@pytest.mark.parametrize(("dtype", "std"), list(zip(PARITY, (0.02, 0.2, 0.2), strict=True)))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_invariant_7_logprobs_are_those_of_teacher_forcing(shape, std, dtype):
     """The generator's logprob of every sampled token against one pass over the finished sequences."""
@@ -208,8 +207,7 @@ def test_invariant_7_logprobs_are_those_of_teacher_forcing(shape, std, dtype):
     assert worst < PARITY[dtype]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("seed", "shape"), list(enumerate(SHAPES.values())), ids=[*SHAPES])
 def test_tokens_do_not_depend_on_the_batch(shape, seed):
     """Alone, in pieces of other sizes, in another order, with wider padding: every prompt gets the same response."""
     model, prompts, bits_BG = make_model(seed=seed, **shape), make_prompts(17, seed), draw(17, seed)

@@ -1,6 +1,5 @@
 """The bookkeeping of continuous batching, with sequences that end at random."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -209,47 +208,6 @@ def test_rows_outside_keep_what_they_have(size, max_rows, spare, batches_admissi
         move(copies)
         check()
     assert blocks.num_free == blocks.num_blocks
-
-
-def rounds_of(
-    lengths: np.ndarray, prompts: np.ndarray, *, max_rows: int, num_blocks: int, batches_admissions: bool
-) -> list:
-    """Returns, of each round until all requests have ended, its rows and how many of them are new."""
-    blocks = Blocks(num_blocks, 16)
-    scheduler = Scheduler(
-        blocks, max_rows, 4096, -(-(lengths.max() + prompts.max()) // 16), batches_admissions=batches_admissions
-    )
-    keys = np.arange(len(lengths)) // 4  # samples of a prompt
-    scheduler.waiting.extend(WaitingRequest(n, keys[n], *[int(prompts[keys[n]])] * 2) for n in range(len(lengths)))
-    rounds, num_ended, order = [], 0, []
-    while num_ended < len(lengths):
-        preempted = scheduler.grow()
-        admitted = scheduler.admit() if not preempted or not scheduler.rows else []
-        order += [one.waiting.request for one in admitted]
-        rounds.append((len(scheduler.rows), len(admitted)))
-        drawn = [scheduler.num_cached(row) - row.num_prompt + 1 for row in scheduler.rows]
-        ended = [i for i, row in enumerate(scheduler.rows) if drawn[i] >= lengths[row.request]]
-        if ended:
-            scheduler.remove(ended)
-        num_ended += len(ended)
-    assert blocks.num_free == num_blocks and len(rounds) < 20 * lengths.max()
-    assert list(dict.fromkeys(order)) == sorted(set(order)), "first come, first served"
-    return rounds
-
-
-@pytest.mark.parametrize("num_blocks", [256 * 160, 256 * 30], ids=["roomy", "a cache for some rows"])
-def test_gathered_admissions_are_rare_and_cost_few_rows(num_blocks):
-    """Responses of spread lengths, a round of which draws a token for each row: what a GPU launches eagerly."""
-    random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(6.0, 0.8, 2048), 1, 2048).astype(int)
-    prompts = random.integers(32, 500, 512)
-    eager, rows = {}, {}
-    for batches_admissions in (False, True):
-        rounds = rounds_of(lengths, prompts, max_rows=256, num_blocks=num_blocks, batches_admissions=batches_admissions)
-        eager[batches_admissions] = sum(new > 0 for _, new in rounds) / len(rounds)
-        rows[batches_admissions] = sum(num for num, _ in rounds) / len(rounds)
-    assert eager[True] <= 0.03 and eager[False] > 0.1, eager
-    assert rows[True] > 0.95 * rows[False], rows
 
 
 def test_who_need_not_wait_for_other_free_rows():

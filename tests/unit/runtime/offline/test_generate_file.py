@@ -1,7 +1,6 @@
 """The file of offline generation: how responses are dealt, how they ended, and what becomes of a broken run's file."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,9 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.runtime.generation.requests import Sampling
-from rlhf_spmd.runtime.offline import generate_file
 from rlhf_spmd.runtime.offline.generate_file import check_out, deal, line_of, merge_in_order, replacing
 from rlhf_spmd.runtime.offline.options import load_options
 from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts
-from tests.folders import write_model
 
 CONTEXT = 32
 
@@ -30,12 +27,6 @@ def prompts_of(folder: Path, lines: list[dict], tokenizer: Tokenizer, *words: st
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     options = load_options(["generation.max_new_tokens=8", *words])
     return read_offline_prompts(path, tokenizer, config(**model), options)
-
-
-# ---- options --------------------------------------------------------------------------------------------------------
-
-
-# ---- prompts --------------------------------------------------------------------------------------------------------
 
 
 # ---- dealing and writing --------------------------------------------------------------------------------------------
@@ -106,41 +97,3 @@ def test_where_the_file_must_not_go(tmp_path):
     with pytest.raises(UserError, match="exists.*--overwrite"):
         check_out(tmp_path / "old.jsonl", prompts, overwrite=False)
     check_out(tmp_path / "old.jsonl", prompts, overwrite=True)
-
-
-class OneRank:
-    """As much of a world as a copy of a model needs to know of it."""
-
-    def __init__(self):
-        import torch
-
-        from rlhf_spmd.runtime.world.devices import RankDevice
-
-        self.rank, self.size, self.device = 0, 1, torch.device("cpu")
-        self.computes = RankDevice("cpu", None, 1, 1)
-
-    def together(self, what):
-        from contextlib import nullcontext
-
-        return nullcontext()
-
-
-def test_places_stay_filled_between_windows(tmp_path, tokenizer):
-    """A copy begins with the next window before the last sequence of this one has ended, and forgets what it gave."""
-    from rlhf_spmd.plan.layout import Layout
-
-    folder = write_model(tmp_path / "actor")
-    lines = [{"prompt": "ba be", "max_new_tokens": 20 if i % 8 == 0 else 2} for i in range(64)]
-    words = ["generation.max_sequences=2", "generation.max_new_tokens=20"]
-    prompts = prompts_of(tmp_path, lines, tokenizer, *words, max_position_embeddings=64)
-    options = load_options(words)
-    copy = generate_file.make_replica(str(folder), prompts, tokenizer, Layout.data_parallel([0]), OneRank(), options)
-    rounds, counts = [], []
-    copy.engine.run = partial(copy.engine.run, progress=lambda *counted: rounds.append(counted))
-    while found := copy.next_window():
-        counts.append(len(found))
-        assert len(copy.engine.requests.prompts) <= 2 * generate_file.WINDOW * 2, "finished requests are kept"
-    assert counts == [16] * 4
-    assert sum(ended for ended, _ in rounds) == 64
-    tokens = sum(tokens for _, tokens in rounds)
-    assert len(rounds) < 0.75 * tokens, "one sequence at a time: places were empty"

@@ -9,7 +9,7 @@ from rlhf_spmd.runtime.offline import options
 from rlhf_spmd.runtime.offline.options import load_options
 from rlhf_spmd.runtime.offline.prompts import read_offline_prompts, sampling_of
 from tests.folders import write_tokenizer
-from tests.unit.runtime.offline.test_generate_file import CONTEXT, config, prompts_of
+from tests.unit.runtime.offline.test_generate_file import config, prompts_of
 
 
 def test_a_chat_template_gets_what_options_and_rows_say(tokenizer, tmp_path, capsys):
@@ -52,25 +52,3 @@ def test_a_prompts_own_sampling(tmp_path, tokenizer):
     assert first.sampling == third.sampling == Sampling(8, temperature=0.5)
     assert second.sampling == Sampling(3, 1, 0.0, 4, 0.5, 0.1, (" bi,",))
     assert sampling_of(options.OfflineGeneration(), {"stop": "a,b"}).stop == ("a,b",)
-
-
-def test_room_for_a_prompt(tmp_path, tokenizer):
-    """As long as the context leaves; what happens beyond that, or beyond data.max_prompt, long_prompts says."""
-    just, over = {"prompt": "ba " * (CONTEXT - 8)}, {"prompt": "be " * (CONTEXT - 7)}
-    lines = [{"prompt": "bi"}, over, just]
-    assert len(prompts_of(tmp_path, [just], tokenizer)) == 1
-    with pytest.raises(UserError, match="line 2: the prompt has 25 tokens .* data.max_prompt=24"):
-        prompts_of(tmp_path, lines, tokenizer)
-    with pytest.raises(UserError, match="line 2: .* the limit is 9"):
-        prompts_of(tmp_path, lines, tokenizer, "data.max_prompt=9")
-    dropped = prompts_of(tmp_path, lines, tokenizer, "data.long_prompts=drop")
-    assert [prompt.index for prompt in dropped] == [0, 2]
-    assert [len(prompt.tokens) for prompt in dropped] == [1, 24]
-    cut = prompts_of(tmp_path, lines, tokenizer, "data.long_prompts=truncate", "data.max_prompt=9")
-    assert [len(prompt.tokens) for prompt in cut] == [1, 9, 9]
-    with pytest.raises(UserError, match="data.long_prompts=drop leaves no prompt"):
-        prompts_of(tmp_path, [over], tokenizer, "data.long_prompts=drop")
-    with pytest.raises(UserError, match="max_new_tokens=32 leaves no room"):
-        prompts_of(tmp_path, lines, tokenizer, "generation.max_new_tokens=32")
-    with pytest.raises(UserError, match="line 1: the prompt has token 5, but the model has 5"):
-        prompts_of(tmp_path, lines, tokenizer, vocab_size=5)

@@ -1,9 +1,7 @@
 """Timelines: the picture shows what the spans say."""
 
 from rlhf_spmd.runtime.pictures import picture
-from rlhf_spmd.runtime.pictures.palette import styles_of
-from rlhf_spmd.runtime.pictures.picture import Picture
-from rlhf_spmd.runtime.pictures.timeline import LANE_INCH, LEFT, RIGHT, Panel, add_stack, write_png
+from rlhf_spmd.runtime.pictures.timeline import LANE_INCH, LEFT, RIGHT, write_png
 from tests.programs import make_workload
 from tests.unit.runtime.world.test_trace import record, two_ranks
 
@@ -49,58 +47,9 @@ def test_picture(tmp_path, monkeypatch):
     assert "iteration 2" not in texts
 
 
-def test_a_step_that_draws_ahead_names_both_iterations(tmp_path, monkeypatch):
-    records = two_ranks()
-    for one in records:
-        for row in one["spans"]:
-            if row[0] == "actor_generate":
-                row[5] = {"iteration": row[4] + 1}
-    texts = drawn_texts(monkeypatch, tmp_path / "t.png", records, title="t")
-    assert "iteration 1, drawing 2" in texts and "iteration 2, drawing 3" in texts
-    for one in records:
-        one["spans"] = [row for row in one["spans"] if row[4] == 0 or row[0] != "actor_generate"]
-        one["spans"].append(["actor_train", "compute", 1.7e9 + 3.0, 1.7e9 + 5.0, 1, {}])  # the last step draws nothing
-    texts = drawn_texts(monkeypatch, tmp_path / "t.png", records, title="t")
-    assert "iteration 1, drawing 2" in texts and "iteration 2" not in texts
-
-
-def test_iterations_that_overlap_are_named_in_their_spans(tmp_path, monkeypatch):
-    spans = [
-        record(0, ("actor_generate", "compute", 0.0, 4.0, 0), ("actor_generate", "compute", 6.0, 10.0, 1)),
-        record(
-            1,
-            ("critic_train", "compute", 0.0, 3.0, None),
-            ("actor_train", "compute", 4.0, 6.0, 0),
-            ("critic_train", "compute", 6.0, 9.0, 0),
-            ("wait", "wait", 9.0, 10.0, 1),
-        ),
-    ]
-    texts = drawn_texts(monkeypatch, tmp_path / "t.png", spans, title="t", num_iterations=1)
-    for expected in ("actor generate 1", "actor generate 2", "critic train", "critic train 1", "actor train 1"):
-        assert expected in texts, texts
-    assert "iterations 1 to 2: 10 s, ranks busy 80%" in texts
-    spans[1]["spans"][2][3] -= 2.9  # the critic's training ends as the next iteration begins
-    texts = drawn_texts(monkeypatch, tmp_path / "t.png", spans, title="t", num_iterations=1)
-    assert "iteration 2: 4 s, ranks busy 50%" in texts and "actor generate" in texts
-
-
 def test_picture_of_the_last_iteration(tmp_path, monkeypatch):
     texts = drawn_texts(monkeypatch, tmp_path / "t.png", two_ranks(), title="t", num_iterations=1)
     assert "iteration 2: 1 s, ranks busy 100%" in texts and "actor train" not in texts
-
-
-def test_a_stack_has_one_axis(tmp_path):
-    one = [record(0, ("actor_generate", "compute", 0, 1, 4), ("x", "wait", 1, 2, 4))]
-    other = [record(0, ("actor_generate", "compute", 0, 3, 9), ("critic_train", "compute", 3, 4, 9))]
-    stack = Picture()
-    add_stack(stack, [Panel("one", one, "a note"), Panel("other", other)], styles=styles_of(WORKFLOW))
-    figure = stack.draw()
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["actor generate", "critic train", "waiting for other ranks", "idle"]
-    limits = [axes.get_xlim() for axes in figure.axes]
-    assert [last - first for first, last in limits] == [4.0] * 3
-    words = [text.get_text() for text in figure.texts]
-    assert "iteration 5: 2 s, ranks busy 50%, a note" in words and "iteration 10: 4 s, ranks busy 100%" in words
 
 
 def test_idle_waiting_training_and_other_work_look_different(tmp_path):

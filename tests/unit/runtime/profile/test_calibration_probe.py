@@ -10,14 +10,11 @@ from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster, Node
-from rlhf_spmd.plan.cost.calibration import Machine
-from rlhf_spmd.plan.cost.calibration_scaling import ROUND_S, expected
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.profile import calibration_probe
-from rlhf_spmd.runtime.profile.calibration_probe import at_hand, num_workers, pieces_of, repeat
+from rlhf_spmd.runtime.profile.calibration_probe import at_hand
 from rlhf_spmd.runtime.profile.machine import machines
 from rlhf_spmd.runtime.world.world import World
-from tests.unit.plan.cost.test_calibration import table
 
 TINY = presets.load("tiny")
 SHIPPED = load_calibration("cpu-2core")
@@ -44,48 +41,6 @@ def clock(monkeypatch) -> FakeTime:
     found = FakeTime()
     monkeypatch.setattr(calibration_probe, "time", found)
     return found
-
-
-def run(clock: FakeTime, works_s: list[float], until: float) -> tuple[list[list[float]], float]:
-    works = [lambda seconds=seconds: clock.pass_by(seconds) for seconds in works_s]
-    cool = lambda: clock.pass_by(0.01)  # noqa: E731
-    return repeat(works, until, timer=clock.thread_time, cool=cool)
-
-
-@pytest.mark.parametrize("works_s", [[0.1], [0.01, 0.5], [0.05, 0.2, 0.03], [0.3, 0.3, 0.3]])
-@pytest.mark.parametrize("until", [1.0, 1.37, 2.0])
-def test_repeating_ends_in_time(clock, works_s, until):
-    seconds, share = run(clock, works_s, until)
-    assert until <= clock.now <= until + 0.01 and share == pytest.approx(0.5)
-    for found, work_s in zip(seconds, works_s, strict=True):
-        assert found == pytest.approx([work_s / 2] * len(found))
-    turn_s = sum(works_s) + 0.01 * len(works_s)
-    assert all(len(found) >= until // turn_s - 2 for found in seconds)  # it does not end early either
-
-
-def test_the_first_time_does_not_count_but_as_the_longest(clock):
-    times = iter([9.0, 1.0, 1.0])
-    work, cool = lambda: clock.pass_by(next(times)), lambda: clock.pass_by(1.0)
-    seconds, _ = repeat([work], 22.0, timer=clock.perf_counter, cool=cool)
-    assert seconds == [[1.0, 1.0]]  # done at 10, 12 and 14; a fourth time might end at 24
-
-
-def test_workers_are_what_ranks_had_of_the_clock():
-    one = Machine("p", "d", 1.2, 1, "t")
-    assert num_workers((0, 0, 0, 0), (0.25, 0.25, 0.25, 0.35), [one] * 4) == pytest.approx(1.1)
-    assert num_workers((0, 0, 0, 0), (0.5, 0.5, 0.5, 0.5), [one] * 4) == pytest.approx(1.2)
-    assert num_workers((0, 0, 1), (1.0, 1.0, 1.0), [replace(one, cores=4.0, threads=2)] * 3) == pytest.approx(1.5)
-
-
-def test_as_many_rows_as_there_is_time_for():
-    device = SHIPPED.devices["cpu"]
-    one, grid, rows = pieces_of(device)
-    assert expected(one, rows).sum <= ROUND_S and len(rows) == 16
-    assert (grid.max_prompt, grid.max_response) == (32, 24)
-    assert sum(map(sum, rows)) / len(rows) == pytest.approx(one.forward.lengths[0], rel=0.1)
-    slow = replace(device, measured=(table(prefill=table().forward, decode=table().forward.tables[0]),))
-    assert pieces_of(slow) is None  # ten seconds for one row
-    assert pieces_of(replace(device, measured=())) is None
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The library of products of a job: measured, kept, agreed on, and taken from the run that is resumed."""
 
 import json
-import os
 from dataclasses import asdict, replace
 from typing import NamedTuple, get_args
 
@@ -64,11 +63,6 @@ def test_the_option_names_all_libraries():
     assert get_args(Products) == ("auto", *LIBRARIES)
 
 
-def test_a_choice_that_can_not_be_kept_is_noted(measured, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
-    assert "the next start measures again" in choose(OneRank(), Options("auto"), [BIG])[1]
-
-
 @pytest.mark.parametrize(("times", "native_s", "backward"), [(2, 0.5, "native"), (4, 1.5, "linear")])
 def test_measuring(monkeypatch, times, native_s, backward):
     """By a clock that counts the bytes of the weights that each call reads, on few of them, and backward products."""
@@ -109,13 +103,6 @@ def test_a_machine_is_measured_once(cache, measured):
         path.write_text('{"library": 3}', encoding="utf-8")
     assert of_this_machine("float32") == HERE and len(measured) == 3  # it could not be read
     assert of_this_machine("float32") == HERE and len(measured) == 3
-
-
-def test_a_new_library_is_measured(measured, monkeypatch):
-    of_this_machine("float32")
-    monkeypatch.setattr(OneDNN, "exists", lambda self, dtype: False)
-    of_this_machine("float32")
-    assert len(measured) == 2
 
 
 def test_choosing(measured):

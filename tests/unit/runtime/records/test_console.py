@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_spmd.config import presets
 from rlhf_spmd.runtime.records.console import Console, Result
-from rlhf_spmd.runtime.records.run_folder import RunFolder
+from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample
 from rlhf_spmd.runtime.run.metrics import columns_of, metrics_of
 from tests.unit.runtime.records.test_run_folder import METRICS, SAMPLES
 
@@ -43,7 +43,7 @@ def test_console_of_rank_0(tmp_path):
     console.heading("rlhf_spmd", {"actor": "tiny", "prompts": 512})
     console.iteration(1, 10, {"reward": -0.5, "kl": 0.001, "gen_tokens_per_s": 12345.6})
     console.iteration(10, 10, {"reward": 0.25, "gen_tokens_per_s": 1.0, "unknown": 3})
-    console.samples(SAMPLES)
+    console.samples(SAMPLES, 3)
     console.closing(result(), folder)
     text = stream.getvalue()
     assert "\x1b" not in text
@@ -99,15 +99,21 @@ def test_no_line_of_the_table_is_longer_than_80_columns(page, monkeypatch):
         assert shown and "left" in heading and "7654321/7654321" in lines[-1]
 
 
-def test_the_time_that_is_left(monkeypatch):
-    clock = iter([100.0, 110.0, 130.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+@pytest.mark.parametrize(
+    ("num", "shown"), [(1, ["2"]), (2, ["4", "1"]), (3, ["4", "2", "1"]), (9, ["4", "0", "2", "5", "1"])]
+)
+def test_samples_from_the_largest_gain_to_the_largest_loss(num, shown):
+    """They were the first prompts, whatever training had done to them; the fourth of these has no score."""
+    gains = {0: 0.5, 1: -1.0, 2: 0.0, 3: math.nan, 4: 2.0, 5: -0.5}
+    samples = [Sample(index, "say", "bo", 1.0, "ba", 1.0 + gain) for index, gain in gains.items()]
     stream = io.StringIO()
-    console = Console(METRICS, ["reward"], stream=stream)
-    for number in (1, 2, 3):
-        console.iteration(number, 403, {"reward": 0.0, "iteration_s": 5.0})
-    assert [line.split()[2:] for line in stream.getvalue().splitlines()[1:]] == [
-        ["34", "min"],
-        ["67", "min"],
-        ["1.7", "h"],
-    ]
+    Console(METRICS, stream=stream).samples(samples, num)
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("sample ")] == shown
+    assert "5 prompts: mean +1.000 -> +1.200; below from the largest gain to the largest loss" in lines
+
+
+def test_samples_without_scores_are_the_first():
+    stream = io.StringIO()
+    Console(METRICS, stream=stream).samples([Sample(index, "say", "bo", None) for index in range(4)], 2)
+    assert [line for line in stream.getvalue().splitlines() if line.startswith("sample ")] == ["sample 0", "sample 3"]

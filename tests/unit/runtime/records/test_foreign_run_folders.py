@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -113,17 +114,6 @@ def test_check_names_each_kind_of_code(run, marker, capsys):
     assert marker.exists()  # because the command line names the function
 
 
-def test_a_page_that_the_user_names_is_loaded(run, tmp_path, capsys):
-    own = "from rlhf_spmd.algorithms.ppo import *\nTITLE = 'mine'\n"
-    (run / "algorithm.py").write_text(own, encoding="utf-8")
-    values = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    values |= {"algorithm": "mine", "mine": values.pop("ppo")}
-    (run / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    assert main([*words("check", run), "--algorithm", str(run / "algorithm.py")]) == 0
-    assert main([*words("check", run), "--algorithm", "ppo"]) == 0  # another one, without the options of the first
-    capsys.readouterr()
-
-
 # Text
 
 
@@ -173,10 +163,10 @@ FILES += ("rollouts/iteration-000000/part-0000.jsonl", "checkpoints/iteration-00
 
 @pytest.mark.parametrize("kind", SPOILED)
 def test_no_shape_is_a_traceback(kind, run, capsys):
-    for name in FILES:
+    for number, name in enumerate(FILES, [*SPOILED].index(kind)):
         before = (run / name).read_bytes() if (run / name).exists() else None
         (run / name).write_bytes(SPOILED[kind].encode(errors="surrogateescape") + b"\n")
-        for verb in readers(name):
+        for verb in readers(name)[: 3 + (number % 4 == 0)]:  # `report`, which takes longest, on pairs
             assert main(words(verb, run)) in (0, 2), (name, verb)
         (run / name).unlink() if before is None else (run / name).write_bytes(before)
     said = capsys.readouterr()
@@ -277,9 +267,9 @@ def test_a_pipe_is_refused_at_once(name, run, capsys):
     assert 2 in statuses and f"{run / name} is a pipe, a socket or a device, not a file" in said
 
 
-@pytest.mark.parametrize("kind", ["folder", "loop", "hole"])
-def test_what_is_no_file_or_too_large_is_named(kind, run, capsys):
-    for name in (*FILES[:6], "flight/rank-0000.bin", "flight/failure.txt"):
+def test_what_is_no_file_or_too_large_is_named(run, capsys):
+    names = (*FILES[:6], "flight/rank-0000.bin", "flight/failure.txt")
+    for kind, name in zip(cycle(["folder", "loop", "hole"]), names, strict=False):
         path = run / name
         before = path.read_bytes() if path.exists() else None
         path.unlink(missing_ok=True)

@@ -6,10 +6,9 @@ import textwrap
 import numpy as np
 import pytest
 
-from rlhf_spmd import rewards
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.rewards.function import RewardFunction, load_reward_function, source_file
-from rlhf_spmd.runtime.rewards.styles import Scored, bind
+from rlhf_spmd.runtime.rewards.styles import bind
 
 PROMPTS, RESPONSES = ["a", "b", "c"], ["x", "yy", "zzz"]
 
@@ -82,18 +81,6 @@ def test_its_file_is_found_without_loading_it(tmp_path, monkeypatch):
         assert source_file(spec) is None, spec
 
 
-def test_missing_files_and_modules(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, "import no_such_package_here\n")
-    write(tmp_path, "def f(prompts, responses): return 1\n", "mine.txt")
-    refusal(lambda: load_reward_function("absent.py:f"), "absent.py", "does not exist", str(tmp_path))
-    refusal(lambda: load_reward_function("./mine.txt:f"), "mine.txt", "not a .py file")
-    refusal(lambda: load_reward_function("absent:f"), "No module named 'absent'", "file.py:function")
-    refusal(lambda: load_reward_function("not-a-module:f"), "'not-a-module'", ".py")
-    refusal(lambda: load_reward_function("mine:f"), "install no_such_package_here", "mine.py, line 1")
-    refusal(lambda: load_reward_function("mine.py:f"), "install no_such_package_here", "mine.py, line 1")
-
-
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -130,12 +117,6 @@ def test_files_that_do_not_load(tmp_path, source, words):
 def test_what_counts_as_scores(scores):
     result = bound(lambda prompts, responses: scores)(PROMPTS, RESPONSES)
     assert result == [1.0, 0.5, 1.0] and {type(score) for score in result} == {float}
-
-
-def test_torch_scores():
-    torch = pytest.importorskip("torch")
-    for scores in (torch.ones(3, dtype=torch.bfloat16), [torch.tensor(1.0)] * 3):
-        assert bound(lambda responses, s=scores: s)(PROMPTS, RESPONSES) == [1.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -179,24 +160,3 @@ def test_the_line_is_the_users_even_if_a_library_raised(tmp_path):
     )
     reward = load_reward_function(f"{path}:reward")
     refusal(lambda: reward(PROMPTS, ["1", "{", "2"]), "JSONDecodeError", "mine.py, line 3: return")
-
-
-# ---- ready-made
-
-
-def test_vader_positive(monkeypatch):
-    pytest.importorskip("vaderSentiment")
-    reward = load_reward_function("rlhf_spmd.rewards:vader_positive")
-    good, bad, none = reward(["The film was"] * 3, [" wonderful, I loved it!", " awful.", ""])
-    assert good > 0.5 and bad < -0.2 and none == 0.0
-    rewards._vader.cache_clear()
-    monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
-    refusal(lambda: reward(["a"], ["b"]), "pip install vaderSentiment")
-
-
-def test_numbers_beyond_floats():
-    function = RewardFunction("m:f", bind(lambda responses: {"scores": [1.0], "big": [10**400]}))
-    assert function.score(Scored(["p"], ["r"])) == ([1.0], {})
-    function = RewardFunction("m:f", bind(lambda responses: [10**5000]))
-    with pytest.raises(UserError, match="returned a number of thousands of digits for response .* finite number"):
-        function.score(Scored(["p"], ["r"]))

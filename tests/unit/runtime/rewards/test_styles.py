@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import operator
 import sys
 
 import pytest
@@ -42,12 +41,6 @@ def seen(*names: str, rows: Scored = ROWS):
     return got | got.pop("kwargs", {})
 
 
-def refused(function, columns=("answer",)) -> str:
-    with pytest.raises(UserError) as caught:
-        bind(function, columns)
-    return str(caught.value)
-
-
 # ---- styles ---------------------------------------------------------------------------------------------------------
 
 
@@ -72,11 +65,6 @@ async def verl_async(data_source, solution_str, ground_truth):
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     SEEN.append((data_source, extra_info))
     return {"score": float(solution_str.strip() == ground_truth), "acc": solution_str == ground_truth, "pred": "x"}
-
-
-def openrlhf(queries, prompts, labels):
-    SEEN.append((queries, labels))
-    return {"rewards": [1.0, 2.0, 3.0], "scores": [0, 1, 0], "extra_logs": {"length": [5, 6, 7]}}
 
 
 @pytest.mark.parametrize(
@@ -201,35 +189,6 @@ def test_what_counts_as_a_function():
     assert scores(everything) == [7.0] * 3  # three words, four columns
 
 
-def by_place(prompts, responses, /): ...
-
-
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (lambda p, r: 1, ["no parameter of it receives the response (p, r)"]),
-        (lambda *rows: 1, ["it has none with a name"]),
-        (by_place, ["no parameter of it receives the response (it has none with a name)"]),
-        (max, ["cannot be read"]),
-        (operator.itemgetter(1), ["cannot be read"]),
-        (Counter, ["it is a class", "name an object of it"]),
-        (functools.partial(own, responses=[]), ["no parameter"]),
-    ],
-)
-def test_a_function_that_cannot_get_the_response_is_refused_with_the_accepted_names(function, words):
-    text = refused(function)
-    assert all(word in text for word in (*words, "responses, completions (as in TRL), solution_str (verl)")), text
-
-
-def test_other_functions_that_cannot_be_called_by_names():
-    assert "missing a required argument: 'prompts'" in refused(lambda prompts, /, responses: 1)
-    both = "several of its parameters receive the response (responses, completions): keep one"
-    assert both in refused(lambda responses, completions: 1) and both in refused(lambda responses=0, completions=0: 1)
-    assert bind(lambda completions, responses=None: 1, ["responses"]).columns == ("responses",)
-    assert "asks for prompt, " in (text := refused(lambda responses, prompt: 1)) and "mean 'prompts'?" in text
-    assert bind(lambda responses, anything: 1, None).columns == ("anything",)  # columns that are not known
-
-
 def test_calls_of_an_async_function_run_concurrently():
     """Each waits until all have begun: one after the other, the first would wait for ever."""
     begun = []
@@ -266,30 +225,6 @@ def test_the_prompt_is_what_the_model_has_read():
     ):
         scores(trl, Scored(["text"], ["4"], [[4]], [columns], key=key))
         assert SEEN[-1][0] == [expected] and isinstance(SEEN[-1][1][0], list) == isinstance(expected, list)
-
-
-def test_what_an_async_function_keeps_belongs_to_the_loop_of_all_calls():
-    lock = asyncio.Semaphore(1)
-
-    async def one_at_a_time(responses):
-        async def score(text):
-            async with lock:
-                await asyncio.sleep(0)
-                return float(len(text))
-
-        return await asyncio.gather(*map(score, responses))
-
-    assert scores(one_at_a_time) == scores(one_at_a_time) == [1.0, 2.0, 1.0]
-
-
-def test_further_numbers_are_for_the_log():
-    found, logs = RewardFunction("verl.py:verl", bound(verl)).score(ROWS)
-    assert found == [1.0, 1.0, 0.0] and logs == {"verl_acc": [1.0, 0.0, 0.0]}  # texts are not logged
-    rows = Scored(ROWS.prompts, ROWS.responses, ROWS.tokens, [{"labels": index} for index in range(3)])
-    SEEN.clear()
-    found, logs = RewardFunction("mine:openrlhf", bound(openrlhf, rows)).score(rows)
-    assert found == [1.0, 2.0, 3.0] and logs == {"openrlhf_length": [5.0, 6.0, 7.0]}
-    assert SEEN == [(["2+2?4", "3+3? 6", "4+4?9"], [0, 1, 2])]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.runtime.rewards.texts import RewardTexts, conversation_of
 from tests.unit.embedded.test_embedded import REWARD
@@ -63,28 +62,6 @@ def test_a_conversation_is_rendered_by_its_own_template(chat, column, messages):
     cut = texts.tokens("not read", RESPONSE, ended=False, columns={column: messages})
     assert cut == whole[:at]  # without the end of the turn
     assert texts.tokens("a", "e", ended=False, columns={column: messages})[-1] not in (IM_START, IM_END)
-
-
-def test_what_the_template_does_with_an_answer_may_be_anything(tmp_path):
-    """A template without an end gets one; one that shortens answers shows what it shows."""
-    plain = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    first = "{% for m in messages %}{{ m['content'][:4] }}|{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
-    texts = texts_of(copy(tmp_path / "plain", REWARD, config={"chat_template": plain}))
-    encode, decode = texts.tokenizer.encode, texts.tokenizer.decode
-    text = "system: Be brief.\nuser: Where did Dora go?\nassistant: Yes"
-    assert texts.tokens("", "Yes", ended=True, columns={"prompt": ASKED}) == [*encode(text + "\n", special=False), END]
-    assert texts.tokens("", "Yes", ended=False, columns={"prompt": ASKED}) == encode(text, special=False)
-    texts = texts_of(copy(tmp_path / "first", REWARD, config={"chat_template": first}))
-    cut = texts.tokens("", "Yes, to Vienna", ended=False, columns={"prompt": ASKED})
-    assert decode(cut) == "Be b|Wher|A:Yes, to Vienna"
-
-
-def test_conversations_that_its_template_refuses_are_told_at_the_start(tmp_path):
-    strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
-    texts = texts_of(copy(tmp_path / "m", REWARD, config={"chat_template": strict}))
-    texts.try_on([{"prompt": "text"}, {}, {"prompt": ASKED[1:]}])
-    with pytest.raises(UserError, match="m: the chat template does not take this conversation: no system"):
-        texts.try_on([{"prompt": ASKED[1:]}, {"messages": ASKED}])
 
 
 def test_a_template_in_a_file_of_its_own_counts(tmp_path):

@@ -1,18 +1,15 @@
 """A run compared with its forecast."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from rlhf_spmd.plan.cost.calibration import Machine
-from rlhf_spmd.plan.cost.calibration_scaling import Scale, scaled
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.workload import Answers
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand
-from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare
 from tests.unit.plan.cost.test_seconds import example, machine
 
@@ -55,18 +52,6 @@ def test_a_run_that_goes_as_forecast_is_measured_so(name, size, options):
     assert compared.scaled_by == 1
 
 
-def test_the_file_says_how_the_calibration_was_scaled(tmp_path):
-    program, given = example("flattening", 1), replace(machine(), machine=replace(HERE, processor="Other", cores=1.5))
-    scale = Scale(2.0, 2.0, 2.0, 1.25)
-    found = AtHand(given, scaled(given, "cpu", scale), scale)
-    spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
-    compared = compare(program, found, [{"rank": 0, "host": "", "spans": spans}], ((5,), (7,)))
-    assert compared.scaled_by > 1.5 and compared.whole.forecast_s > 0
-    RunFolder(tmp_path).write_values("forecast.json", compared.to_json())
-    written = json.loads((tmp_path / "forecast.json").read_text(encoding="utf-8"))
-    assert written["scaled_by"] == compared.scaled_by and not compared.notes
-
-
 def test_nothing_is_forecast_by_a_calibration_that_was_not_scaled():
     """The seconds of another machine stand nowhere beside the measured ones, and the reason is printed."""
     program, given = example("flattening", 1), replace(machine(), machine=replace(HERE, processor="Other"))
@@ -80,17 +65,6 @@ def test_nothing_is_forecast_by_a_calibration_that_was_not_scaled():
     assert {row["forecast_s"] for row in written["rows"]} == {None} and written["why_not"] == why
     assert written["scaled_by"] is None
     assert compared.notes == [f"no forecast beside the seconds: {why}"]
-
-
-def test_episodes_that_forecasts_cannot_assume():
-    program = example("flattening", 1)
-    program = replace(program, workload=replace(program.workload, answers=Answers(2, 4, 0.1, 0.3)))
-    spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
-    hands, records = AtHand(machine(), machine()), [{"rank": 0, "host": "", "spans": spans}]
-    compared = compare(program, hands, records, ((5, 5), (7, 9)), Answers(3.5, 2, 0.1, 0.9))
-    assert compared.whole.forecast_s is None and compared.whole.measured_s == 1.0
-    assert "no lognormal has a mean of 0.1 s and a 95th percentile of 0.9 s" in compared.notes[0]
-    assert "95th percentile 0.9 s" in compared.notes[1]
 
 
 def test_episodes_stand_beside_their_forecast():

@@ -146,13 +146,3 @@ def test_files_that_are_missing_or_broken_are_named(folder, tmp_path):
     assert not has_all_parts(str(tmp_path), 1)
     with pytest.raises(UserError, match="has no logprobs of all rows"):
         RunOf(config_of(folder, words))
-
-
-def test_an_algorithm_without_a_frozen_model_is_refused(folder):
-    config = presets.load("tiny", ["data.precompute=true", "eval.prompts="], algorithm="sft")
-    with pytest.raises(UserError, match="this algorithm has no such model; drop the option"):
-        make_workload(config)
-    with pytest.raises(UserError, match="this algorithm has no such model"):
-        precompute_program(compiled(presets.load("tiny")), num_rows=8)  # PPO's reference reads generated responses
-    with pytest.raises(UserError, match="this algorithm has no such model"):
-        make_workload(presets.load("tiny", ["data.precompute=true"], algorithm="sft"))  # which evaluates

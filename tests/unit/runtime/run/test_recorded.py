@@ -1,6 +1,5 @@
 """What a checkpoint records of a run's inputs and surroundings."""
 
-import json
 import shutil
 from types import SimpleNamespace
 
@@ -8,10 +7,10 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from rlhf_spmd.config import presets
 from rlhf_spmd.model.adapters.merge import merge
-from rlhf_spmd.model.hf import ChatTemplate, Texts, read_config, write_texts
+from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run import recorded
-from tests.folders import write_all, write_model
+from tests.folders import write_all
 from tests.runs import OneRank, RunOf, load
 
 
@@ -78,14 +77,3 @@ def test_every_folder_has_what_the_model_was_trained_with(tmp_path):
         generation = GenerationConfig.from_pretrained(folder)
         assert ({*generation.eos_token_id}, generation.stop_strings) == ({1, 7}, ["ba"]), folder
         assert generation.suppress_tokens == [63, 64, 65], folder
-
-
-def test_other_named_templates_of_the_settings_stay(tmp_path):
-    base, folder = write_model(tmp_path / "base"), tmp_path / "written"
-    settings = json.loads((base / "tokenizer_config.json").read_text(encoding="utf-8"))
-    named = [{"name": name, "template": name} for name in ("default", "tool_use", "rag")]
-    (base / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}), encoding="utf-8")
-    folder.mkdir()
-    write_texts(folder, read_config(base), Texts(base, chat_template="given"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.chat_template == {"default": "given", "rag": "rag"}

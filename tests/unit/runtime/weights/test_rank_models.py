@@ -63,20 +63,6 @@ def test_vocabularies_that_do_not_fit(folder, models, words):
     assert all(word in text for word in words), text
 
 
-@pytest.mark.parametrize(
-    "models",
-    [
-        {},
-        {"reference": "large", "critic": "large"},  # padded embeddings
-        {"actor": "large"},
-        {"reward": "other reward"},  # reads text
-    ],
-)
-def test_vocabularies_that_fit(folder, models):
-    run = RunOf(config_of(folder, **models))
-    run.iteration()
-
-
 def test_text_that_a_reward_model_of_another_tokenizer_has_no_embedding_of(folder):
     text = refused(config_of(folder, reward="other small reward"))
     assert "the tokenizer of the reward has token 60, but the model has 40 tokens" in text

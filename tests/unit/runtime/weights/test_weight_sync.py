@@ -120,14 +120,6 @@ def test_critic_and_reward_model_are_adapters_on_the_base_of_the_actor(root, tie
         assert torch.equal(one, own["critic"][key]), key
 
 
-@pytest.mark.parametrize("lora", [True, False])
-def test_a_frozen_reward_model_on_the_base_of_the_actor_needs_a_head(root, lora):
-    words = [word for word in WORDS if lora or "lora" not in word]
-    config = load(write_all(root), *words, f"models.reward={root / 'actor'}")
-    with pytest.raises(UserError, match="score.weight, so it is not a reward model; give a folder saved from"):
-        RankModels(compiled(config), config, OneRank())
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_four_roles_hold_one_base(root, tmp_path, dtype):
     """On real allocations: at most 1.05 x base + adapters + gradients + optimizer state, and what `check` counts."""

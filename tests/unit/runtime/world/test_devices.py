@@ -158,13 +158,6 @@ def test_deepspeed_needs_a_device_of_its_own():
             check_program(shared, program)
 
 
-def test_a_gpu_needs_triton_and_says_so(monkeypatch):
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
-    assert devices.select_device(RankDevice("cpu", None, 1, 1)) is None
-    with pytest.raises(UserError, match="computes on NVIDIA H100, whose kernels need the package triton"):
-        devices.select_device(RankDevice("cuda", 0, 1, 1, "NVIDIA H100", 85 * 10**9))
-
-
 @pytest.mark.parametrize(
     ("compiler", "environ", "header", "words"),
     [
@@ -277,11 +270,3 @@ def test_threads_are_the_first_number(text, threads):
 def test_other_threads_are_refused_by_name(text):
     with pytest.raises(UserError, match="^OMP_NUM_THREADS='.*': give the threads of each rank, from 1 to 4096"):
         devices.threads_wanted({"OMP_NUM_THREADS": text})
-
-
-def test_who_asks_for_devices_gets_torchs_answer_without_any_hint(monkeypatch):
-    monkeypatch.setattr(devices, "hints", lambda environ: [])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert devices.find_devices("auto", "node7", 1) == {"seen": [], "unseen": ""}
-    found = devices.find_devices("shared", "node7", torch.get_num_threads())
-    assert found["unseen"].startswith("torch sees no device on node7 (torch ")
