@@ -64,7 +64,7 @@ VERBS = (
     "status",
     "postmortem",
 )
-VERBS += ("algorithms", "forecast", "options", "rehearse", "report")
+VERBS += ("algorithms", "forecast", "options", "examples", "slurm-scripts", "rehearse", "report")
 
 
 def num_words(text: str) -> int:
