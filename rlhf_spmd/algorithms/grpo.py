@@ -24,8 +24,8 @@ VARIANTS = (
     Variant("Dr.GRPO", "scale=none aggregation=seq-mean-token-sum-norm", "A = r - mean of the group", "2503.20783"),
     Variant(
         "DAPO",
-        "clip_high=0.28 drop_equal_groups=true oversampling=2 overlong=shape overlong_buffer=TOKENS",
-        "min(u A, clip(u, 0.8, 1.28) A); with twice the `rollout_batch` and `mini_batch`",
+        "clip_high=0.28 drop_equal_groups=true rounds=10 overlong=shape overlong_buffer=TOKENS",
+        "min(u A, clip(u, 0.8, 1.28) A)",
         "2503.14476",
     ),
     Variant(
