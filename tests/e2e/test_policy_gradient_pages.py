@@ -122,7 +122,7 @@ def test_a_resume_is_exact(options, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_resume_draws_the_same_prompts(ahead, options, tmp_path):
-    """To the bit on as many ranks, with the same tokens on others; the batch in flight keeps the prompts it was given."""
+    """To the bit on as many ranks, with the same tokens on others; a batch in flight keeps the prompts it was given."""
     placement = (*SEPARATION, f"strategy.ahead={ahead}", "iterations=3", "checkpoint.every=1", "checkpoint.keep=3")
     whole = trained([*of_case("grpo, rounds", options), *placement], 2, tmp_path / "whole")
     used = [row["prompts_used"] for row in metrics(whole)]

@@ -43,7 +43,7 @@ OPTIONS = {
     ),
     "rounds": (
         *("grpo.rounds=3", "grpo.drop_equal_groups=true", "generation.temperature=0.1", "samples_per_prompt=2"),
-        "rollout_batch=12",
+        *("rollout_batch=12", "optimizer.actor_lr=3e-4"),
     ),
     # each iteration makes some of its steps
     "stopped": (

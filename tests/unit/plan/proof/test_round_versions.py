@@ -6,9 +6,12 @@ from dataclasses import replace
 import pytest
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.chain import unrolled
@@ -184,3 +187,18 @@ def test_rounds_that_no_program_has():
     for how in ({"scope": "row"}, {"scope": "group", "sums": True}, {"scope": "group", "makes": {"equal": "token"}}):
         with pytest.raises(UserError, match="drawn again by one compute with scope='group'"):
             workflow_of(**how, rounds=2)
+
+
+def test_forecasts_take_the_share_of_groups_that_fail():
+    """Without any, a second round costs nothing; the more fail, the longer generation and judging take."""
+    calibration = load_calibration("a100-80g-derived")
+    workload, cluster = workload_of(), Cluster.parse("1x4", "a100-80g")
+    found = []
+    for share in (0.0, 0.5, 1.0):
+        some = replace(workload, failed_groups=share, rollout_batch=700, mini_batch=700)
+        program = compile_program(some, load_strategy("flattening").place(some, cluster), cluster)
+        found.append(call_s(forecast(program, calibration)))
+    for call in ("actor_generate", "reward_infer"):
+        none, half, every = (seconds[call] for seconds in found)
+        assert every == pytest.approx(3 * none) and none < half < every
+    assert found[0]["reference_infer"] == pytest.approx(found[2]["reference_infer"])
