@@ -60,6 +60,7 @@ lint: .venv/.installed-test
 	cp -r rlhf_spmd build/imports/ && cp -r kernels strategies build/imports/rlhf_spmd/
 	cd build/imports && ../../$(BIN)/lint-imports ../../pyproject.toml --no-cache --no-logo
 	$(BIN)/shellcheck -x slurm/*.sh slurm/*.sbatch
+	$(BIN)/hadolint container/Dockerfile
 
 format: .venv/.installed-test
 	$(BIN)/ruff check --fix $(SOURCES)

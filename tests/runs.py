@@ -16,6 +16,7 @@ from rlhf_spmd.runtime.execute.executor import Executor, next_state
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.execute.response_hashes import reported_columns
+from rlhf_spmd.runtime.execute.rounds import settle
 from rlhf_spmd.runtime.run.metrics import summarize
 from rlhf_spmd.runtime.run.prepare import make_iteration, prepare
 from rlhf_spmd.runtime.world.devices import RankDevice
@@ -121,6 +122,7 @@ class RunOf:
         answers = self.executor.iteration(self.data)
         if self.program.chains:  # drained after each
             answers = self.executor.iteration(None, self.data)
+        settle(self.job, self.data)
         self.responses.append(self._responses())
         metrics = summarize(self.job, answers, self.state.of_algorithm)
         self.state.of_algorithm = next_state(self.job, self.state.of_algorithm, answers)

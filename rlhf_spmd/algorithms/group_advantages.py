@@ -77,6 +77,25 @@ def group_advantages(
     return advantages_NS.to(scores_NS.dtype), used_NS.to(scores_NS.dtype), sums
 
 
+def equal_groups(
+    scores_NS: Tensor,
+    mask_NSG: Tensor,
+    ended_NS: Tensor,
+    *,
+    overlong: Literal["keep", "shape", "mask"] = "keep",
+    overlong_buffer: int = 0,
+    overlong_penalty: float = 1.0,
+) -> Tensor:
+    """Returns 1.0 for the responses of a group with equal rewards, as `group_advantages` has them, which is drawn again
+    ([DAPO] section 3.2), else 0.0: equal_NS."""
+    rewards_NS = overlong_rewards(
+        scores_NS, mask_NSG, overlong=overlong, overlong_buffer=overlong_buffer, overlong_penalty=overlong_penalty
+    )
+    used_NS = ended_NS if overlong == "mask" else torch.ones_like(ended_NS)
+    *_, is_equal_N = _scaled_by_group(rewards_NS.double(), used_NS, None)
+    return is_equal_N[:, None].expand_as(scores_NS).to(scores_NS.dtype)
+
+
 def response_kl(logprobs_NSG: Tensor | None, ref_logprobs_NSG: Tensor | None, mask_NSG: Tensor) -> Tensor | None:
     """Returns the sums over responses of log pi_actor - log pi_reference, float64 [N, S]; None without a reference."""
     if logprobs_NSG is None or ref_logprobs_NSG is None:

@@ -24,8 +24,8 @@ VARIANTS = (
     Variant("Dr.GRPO", "scale=none aggregation=seq-mean-token-sum-norm", "A = r - mean of the group", "2503.20783"),
     Variant(
         "DAPO",
-        "clip_high=0.28 drop_equal_groups=true oversampling=2 overlong=shape overlong_buffer=TOKENS",
-        "min(u A, clip(u, 0.8, 1.28) A); with twice the `rollout_batch` and `mini_batch`",
+        "clip_high=0.28 drop_equal_groups=true rounds=10 overlong=shape overlong_buffer=TOKENS",
+        "min(u A, clip(u, 0.8, 1.28) A)",
         "2503.14476",
     ),
     Variant(
@@ -62,6 +62,7 @@ VARIANTS = (
     Variant("KL in the reward", "kl_in=reward kl_coef=0.001", "r less kl_coef sum log (pi / reference)", "verl"),
 )
 Factor = Annotated[float, Field(ge=1)]
+Rounds = Annotated[int, Field(ge=1, le=10)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,17 @@ class Options(policy_gradient.Options):
     # number of groups that a mini-batch generates for each group that it trains on; the first ones left are used; 1:
     # trains on all
     oversampling: Factor = 1.0
+    # number of times that an iteration draws, at most: groups whose rewards are all equal are drawn again with further
+    # prompts until none is left; 1: once
+    rounds: Rounds = 1
 
 
 def workflow(options: Options, model: Models, compute: ComputeFunction, prompts: Data) -> None:
     """Describes one iteration."""
     responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
+    if options.rounds > 1:
+        makes = {"equal": "row"}
+        compute("equal_groups", responses=responses, scores=scores, makes=makes, scope="group", rounds=options.rounds)
     advantages, used = compute(
         "group_advantages.group_advantages",
         responses=responses,
@@ -148,6 +155,8 @@ def problem(options: Options, *, samples_per_prompt: int, mini_batch: int, max_n
         return f"overlong_buffer={options.overlong_buffer} is more than generation.max_new_tokens={max_new_tokens}"
     if options.turn_rewards and options.scale != "none":
         return f"turn_rewards=true needs scale=none, not {options.scale}: a group's spread is that of whole episodes"
+    if options.rounds > 1 and not options.drop_equal_groups:
+        return "rounds draw groups with equal rewards again: set drop_equal_groups=true, or leave rounds out"
     if options.oversampling > 1:
         wanted = mini_batch / samples_per_prompt / options.oversampling
         if not leaves_out(options):

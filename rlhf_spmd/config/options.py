@@ -41,6 +41,7 @@ Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Products = Literal["auto", "linear", "onednn", "native"]  # as in kernels/products.py
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Passes = Annotated[float, Field(ge=0, le=10**6, allow_inf_nan=False)]
+SIZES = ("rollout_batch", "samples_per_prompt", "mini_batch", "micro_batch", "host_bytes")  # as a workload has them
 LR = "_lr"  # optimizer.ROLE_lr
 OLD = "old_logprobs"  # of the options of an algorithm with a policy loss (algorithms/off_policy.py)
 
@@ -222,6 +223,7 @@ class Config(OptionTree):
     # episodes that forecasts assume: TURNS,TOKENS,MEAN_S,P95_S (tokens and seconds of answers) or the folder of a run;
     # empty: 2 turns, answers that fill the row, 0.1 s and 0.3 s
     forecast_episodes: str = ""
+    forecast_failed_groups: Fraction01 = 0.5  # share of the groups drawn again after a round that forecasts assume
     # fraction of a GPU's memory to keep free; none: that of the calibration, at least 0.06
     reserve: BelowOne | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the random order of rows, of sampling and of mini-batches
@@ -467,18 +469,15 @@ def make_workload(config: Config) -> Workload:
     return Workload(
         workflow=workflow,
         models=shapes,
-        rollout_batch=config.rollout_batch,
-        samples_per_prompt=config.samples_per_prompt,
-        mini_batch=config.mini_batch,
-        micro_batch=config.micro_batch,
+        **{name: getattr(config, name) for name in SIZES},
         epochs=config.options.epochs,
         max_prompt=config.data.max_prompt,
         max_response=config.row_tokens,
         param_bytes={"float32": 4, "bfloat16": 2}[config.dtype],
         max_kept=config.generation.top_k,
         max_sequences=config.generation.max_sequences,
-        host_bytes=config.host_bytes,
         forecast_lengths=lengths,
+        failed_groups=config.forecast_failed_groups,
         bases=bases(shapes, roles, {role: config.files(role).folder for role in shapes}, same_model),
         adds_adapters=adds_adapters,
         counted=counted,
@@ -509,6 +508,7 @@ def why_all_meet(config: Config) -> str:
     names = [f"{name}=1" for name, number in every.items() if number == 1]
     if config.algorithm.has_state and not config.algorithm.state_sums:
         names.append(f"after_iteration of {config.algorithm.name}, which names no STATE_SUMS")
+    names += ["rounds of drawing"] * any(one.rounds > 1 for one in config.algorithm.workflow(config.options).computes)
     return ", ".join(names)
 
 

@@ -134,6 +134,7 @@ class Compute:
     scope: the rows that it must see at once to make one of them.
     sums: whether it ends with sums over the whole batch.
     module: that the function is from; empty: it is looked up.
+    rounds: how often rows are drawn, at most, until it makes 0 for all of them (program/rounds.py).
     """
 
     name: str
@@ -146,6 +147,7 @@ class Compute:
     scope: Scope = "row"
     sums: bool = False
     module: str = field(default="", repr=False)
+    rounds: int = 1
 
 
 LossCall = Train | Measure

@@ -139,8 +139,9 @@ class Placement:
 
     def chains(self, workload: Workload) -> bool:
         """Returns whether an iteration may begin before all ranks have ended the one before: the placement asks for
-        it, no batch is drawn ahead, and not every iteration ends with something that needs all ranks."""
-        return self.chain and not self.ahead and workload.may_chain and bool(workload.workflow.train_calls)
+        it, no batch is drawn ahead or in rounds, and not every iteration ends with something that needs all ranks."""
+        may = self.chain and not self.ahead and workload.may_chain and workload.rounds == 1
+        return may and bool(workload.workflow.train_calls)
 
     def unit(self, call: str) -> tuple[str, ...]:
         """Returns the calls that exchange together with a call, itself included."""
@@ -148,14 +149,21 @@ class Placement:
 
     def sites(self, call: Call, workflow: Workflow) -> tuple[str, ...]:
         """Returns the placed calls in whose layouts a call runs: itself, or for a `compute` its consumers, the first
-        one for each distinct list of ranks."""
+        one for each distinct list of ranks. A compute with rounds runs where the last placed call before it does."""
         if not isinstance(call, Compute):
             return (call.name,)
+        if call.rounds > 1:
+            return (_last_maker(call, workflow),)
         by_ranks: dict[tuple[int, ...], str] = {}
         for consumer in workflow.consumers(call.outputs):
             for site in self.sites(consumer, workflow):
                 by_ranks.setdefault(self.layouts[site].ranks, site)
         return tuple(by_ranks.values())
+
+
+def _last_maker(call: Compute, workflow: Workflow) -> str:
+    """Returns the last placed call that makes what a compute reads."""
+    return [other.name for other in workflow.placed_calls if set(other.outputs) & set(call.inputs)][-1]
 
 
 def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

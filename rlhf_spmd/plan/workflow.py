@@ -123,7 +123,14 @@ class Recorder:
         self.shapes |= shapes
 
     def compute(
-        self, function: str, *, makes: Mapping[str, Shape], scope: Scope = "row", sums: bool = False, **arguments: Data
+        self,
+        function: str,
+        *,
+        makes: Mapping[str, Shape],
+        scope: Scope = "row",
+        sums: bool = False,
+        rounds: int = 1,
+        **arguments: Data,
     ) -> Data | tuple[Data, ...]:
         """Records a pure computation on data, e.g. advantages, on the ranks that read its results.
 
@@ -132,6 +139,8 @@ class Recorder:
         arguments: parameter of the function -> data.
         scope: the rows that the function must see at once: one, all samples of a prompt, a mini-batch, the batch.
         sums: the results become final in `FUNCTION_finish`, which gets the sums of `FUNCTION_sums` over the batch.
+        rounds: above 1, the groups for which the result is not 0 are drawn again with further prompts, so that rows are
+            drawn that often at most.
         """
         keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
         _one_of(f"{function}(scope={scope!r})", scope, get_args(Scope))
@@ -140,7 +149,14 @@ class Recorder:
         inputs = tuple(dict.fromkeys(key for _, key in keys))
         inputs = tuple(dict.fromkeys((*inputs, *self.turns_of(inputs))))
         module, _, own = function.rpartition(".")
-        call = Compute(own, own, inputs, tuple(makes), keys, scope, sums, module)
+        call = Compute(own, own, inputs, tuple(makes), keys, scope, sums, module, rounds)
+        drawn = any(isinstance(other, Generate) and set(other.outputs) & set(inputs) for other in self.calls)
+        others = any(isinstance(other, Compute) and other.rounds > 1 for other in self.calls)
+        if rounds > 1 and (scope != "group" or sums or list(makes.values()) != ["row"] or not drawn or others):
+            raise UserError(
+                f"{function}(rounds={rounds}): groups are drawn again by one compute with scope='group', without sums, "
+                "which reads what a generate call makes, and makes one number of each row"
+            )
         self.record(call, makes)
         made = tuple(Data(key) for key in makes)
         return made[0] if len(made) == 1 else made
@@ -318,7 +334,7 @@ def _refuse(workflow: Workflow) -> None:
             f"the workflow trains {', '.join(sorted(twice))} in two calls; put both losses into one function"
         )
     computes = [call for call in workflow.calls if isinstance(call, Compute)]
-    unread = [call.name for call in computes if not workflow.consumers(call.outputs)]
+    unread = [call.name for call in computes if call.rounds == 1 and not workflow.consumers(call.outputs)]
     if unread:
         raise UserError(f"nothing reads the results of {', '.join(unread)}; use them in a later call, or drop the call")
     late = [call.name for call in workflow.calls[workflow.calls.index(trains[0]) :] if not isinstance(call, Train)]

@@ -224,6 +224,7 @@ class Workload:
     may_chain: bool = True  # whether some iteration ends with nothing that needs all ranks, such as a checkpoint
     counted: frozenset[str] = frozenset()  # train calls of mixtures that begin a step with passes that count experts
     state_sums: tuple[str, ...] = ()  # of computes, from which the state of the next iteration follows
+    failed_groups: float = field(default=0.5, repr=False)  # forecast share of the groups that are drawn again
 
     @property
     def num_sequences(self) -> int:
@@ -234,6 +235,11 @@ class Workload:
     def group_size(self) -> int:
         """Rows that are neighbours in the matrix: the samples of a prompt if a compute has scope "group", else 1."""
         return self.samples_per_prompt if any(call.scope == "group" for call in self.workflow.computes) else 1
+
+    @property
+    def rounds(self) -> int:
+        """How often rows are drawn, at most (program/rounds.py)."""
+        return max((call.rounds for call in self.workflow.computes), default=1)
 
     @property
     def num_mini_batches(self) -> int:
@@ -287,7 +293,7 @@ class Workload:
         infers with the weights with which training begins."""
         if not isinstance(call, Compute):
             return is_current(call)
-        return call.sums or call.scope == "batch" or self._splits_groups(call)
+        return call.sums or call.rounds > 1 or call.scope == "batch" or self._splits_groups(call)
 
     def _splits_groups(self, call: Compute) -> bool:
         """Returns whether a call reads groups that begin in one mini-batch and end in the next."""

@@ -18,6 +18,7 @@ CASES = {  # page, options, ranks, placement
     "grpo, tp and pp": ("grpo", DAPO, 4, REALLOCATION),
     "grpo, oversampling": ("grpo", (*DAPO, "grpo.oversampling=2"), 4, SEPARATION),
     "grpo, oversampling on 3": ("grpo", (*DAPO, "grpo.oversampling=4", "grpo.min_groups=1"), 3, ()),
+    "grpo, rounds": ("grpo", (*DAPO, "grpo.rounds=3"), 4, SEPARATION),
     "grpo, batch scale": ("grpo", ("grpo.scale=batch", "grpo.drop_equal_groups=true"), 3, ()),
     "grpo, corrections": ("grpo", tuple(f"grpo.{word}" for word in CORRECTED), 4, SEPARATION),
     "ppo, corrections": ("ppo", tuple(f"ppo.{word}" for word in CORRECTED), 4, SEPARATION),
@@ -116,6 +117,24 @@ def test_a_resume_is_exact(options, tmp_path):
     shutil.rmtree(half / "checkpoints" / "iteration-000002")
     resume(half, 2)
     assert timeless(whole) == timeless(half) and weights(whole) == weights(half)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_resume_draws_the_same_prompts(ahead, options, tmp_path):
+    """To the bit on as many ranks, with the same tokens on others; a batch in flight keeps the prompts it was given."""
+    placement = (*SEPARATION, f"strategy.ahead={ahead}", "iterations=3", "checkpoint.every=1", "checkpoint.keep=3")
+    whole = trained([*of_case("grpo, rounds", options), *placement], 2, tmp_path / "whole")
+    used = [row["prompts_used"] for row in metrics(whole)]
+    assert used[0] > 8 and used[2] > used[1] > used[0]
+    for num_ranks in (2, 4):
+        half = shutil.copytree(whole, tmp_path / f"half {num_ranks}")
+        for number in (2, 3):
+            shutil.rmtree(half / "checkpoints" / f"iteration-{number:06d}")
+        resume(half, num_ranks)
+        assert [row["tokens_sha256"] for row in metrics(half)] == [row["tokens_sha256"] for row in metrics(whole)]
+        assert [row["prompts_used"] for row in metrics(half)] == used
+        assert num_ranks > 2 or (timeless(whole) == timeless(half) and weights(whole) == weights(half))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.execute.executor import Executor, next_state
+from rlhf_spmd.runtime.execute.rounds import settle
 from rlhf_spmd.runtime.run.loop import Loop
 from rlhf_spmd.runtime.run.metrics import summarize
 from rlhf_spmd.runtime.world.trace import Tracer
@@ -39,6 +40,10 @@ OPTIONS = {
     "grpo": (
         *("grpo.old_logprobs=loglinear", "grpo.importance_weights=token", "grpo.rejection=token", "grpo.epochs=2"),
         *("grpo.kl_coef=0.05", "samples_per_prompt=4", "rollout_batch=6"),
+    ),
+    "rounds": (
+        *("grpo.rounds=3", "grpo.drop_equal_groups=true", "generation.temperature=0.1", "samples_per_prompt=2"),
+        *("rollout_batch=12", "optimizer.actor_lr=3e-4"),
     ),
     # each iteration makes some of its steps
     "stopped": (
@@ -63,7 +68,9 @@ def halves(workload, cluster) -> Placement:
 
 
 CASES = [pytest.param(halves, case, marks=pytest.mark.rotates, id=f"halves-{case}") for case in OPTIONS]
-CASES += [pytest.param(sliced, case, marks=pytest.mark.ranks(4), id=f"sliced-{case}") for case in ("ppo", "grpo")]
+CASES += [
+    pytest.param(sliced, case, marks=pytest.mark.ranks(4), id=f"sliced-{case}") for case in ("ppo", "grpo", "rounds")
+]
 
 
 class LateExecutor(Executor):
@@ -114,6 +121,7 @@ class Ahead(RunOf):
     def iteration(self):
         self.data = self.loop.begin(self.number)
         answers = self.loop.executor.iteration(self.loop.in_flight, self.data)
+        settle(self.job, self.loop.in_flight)
         self.responses.append(self._responses())
         self.history.append(summarize(self.job, answers, self.state.of_algorithm))
         self.state.of_algorithm = next_state(self.job, self.state.of_algorithm, answers)

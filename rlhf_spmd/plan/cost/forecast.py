@@ -1,5 +1,6 @@
 """Forecasts a program: the seconds of its instructions on a calibrated machine, combined by simulate.py."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 from rlhf_spmd.plan.calls import Compute, Generate, ModelCall, Train
@@ -79,7 +80,7 @@ class _Costs:
         number = run.mini_batch if alone else run.mini_batch is None
         places = self.decoded_of(run.call)[rank] if alone else 0
         different = self.program.workload.num_different(columns) if alone else 0
-        return run.call, run.phase, number, len(columns), self.sites[site], places, different
+        return run.call, run.phase, number, len(columns), self.sites[site], places, different, run.round
 
     def _run_s(self, call: ModelCall, layout: Layout, rank: int, run: Run) -> float:
         cost = self.cost
@@ -122,7 +123,8 @@ class _Costs:
         if layout.tokens is not None and attended > 1.0:  # rows that no longer fit a micro-batch are long ones
             wasted = (attended - 1.0) * length / 2
             layout = replace(layout, tokens=max(1, round(layout.tokens - wasted)))
-        num_batches, num_rows = len(self.program.mini_batches_of(run)), len(self.program.columns_of(run, rank))
+        num_batches = len(self.program.mini_batches_of(run))
+        num_rows = self._rows(run, len(self.program.columns_of(run, rank)))
         parts = cut([num * length] * num_rows, layout, layout.micro_batch or workload.micro_batch) * num_batches
         slowest = self.cost.slowest(num * num_rows * num_batches, layout, len(parts))
         passes = []
@@ -131,18 +133,24 @@ class _Costs:
             passes.append((slowest * tokens, attended * tokens / size / num))
         return passes
 
+    def _rows(self, run: Run, num_rows: int) -> int:
+        """Returns how many of some rows a Run is forecast to compute: in later rounds those of groups that fail."""
+        share: float = self.program.workload.failed_groups**run.round
+        return math.ceil(share * num_rows)
+
     def _generate_s(self, call: ModelCall, rank: int, run: Run) -> float:
         """Returns the seconds of generation. While streaming, the rows of all mini-batches are one queue, and each Run
         waits for its part."""
         workload, layout = self.program.workload, self.program.layout_of(run)
         columns = self.program.columns_of(run, rank)
         rows = workload.generated_rows(columns)
+        rows = rows[: self._rows(run, len(rows))]
         if not rows:
             return 0.0
         places = self.decoded_of(call.name)[rank]
         if run.mini_batch is not None:
             places = min(places, self.program.placement.decode_mini_batches * len(columns))
-        key = (run.call, rank, columns)
+        key = (run.call, rank, columns, run.round)
         if key not in self.done_s:
             parts = 1 if run.mini_batch is None else workload.num_mini_batches
             self.done_s[key] = generate_s(self.cost, call, layout, rank, rows, places, parts)

@@ -123,7 +123,8 @@ def is_late(program: Program, instruction: Instruction) -> bool:
         makers = [workflow.producer(key) for transfer in moved for key in transfer.keys]
         is_of_training = any(maker is not None and trains(maker, workflow) for maker in makers)
         return is_of_training or any(transfer.model is not None for transfer in moved)
-    return isinstance(instruction, Agree)  # weights that leave the device are those of frozen models
+    # weights that leave the device are those of frozen models
+    return isinstance(instruction, Agree) and not instruction.round
 
 
 def drawn_by(program: Program, rank: int) -> bool:

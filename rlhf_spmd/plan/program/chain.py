@@ -164,7 +164,8 @@ def in_a_row(program: Program, rank: int, num: int) -> Iterator[tuple[int, int, 
     for step in range(num + 1):
         for position, instruction in enumerate(program.instructions[rank]):
             iteration = step - instruction.delay
-            meets = program.placement.ahead > 0 and isinstance(instruction, Agree)  # also after the prologue
+            # also after the prologue
+            meets = program.placement.ahead > 0 and isinstance(instruction, Agree) and not instruction.round
             if not (0 <= iteration < num or meets):
                 continue
             if isinstance(instruction, Agree):

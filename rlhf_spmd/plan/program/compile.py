@@ -10,12 +10,15 @@ it waits for the rows. Before that it posts, in the order of their senders, what
 still post in the order of emission. Weights are posted where they are waited for; so are, by NCCL, rows that are drawn
 for the next step, at the end of this one.
 
+Calls that rounds repeat (rounds.py) come first, once for each round. A rank ends all messages of a round before the
+next one; what other calls read of it moves after the last round.
+
 In a chain of iterations (chain.py) new weights leave when their model has trained, and copies wait for them in the next
 iteration. So the model that is used first trains first, and others that train on its ranks after it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from rlhf_spmd.plan.calls import Call, Compute, Train, is_gate, trains
@@ -43,6 +46,7 @@ from rlhf_spmd.plan.program.instructions import (
     Wait,
     merged,
 )
+from rlhf_spmd.plan.program.rounds import agreeing, repeated, with_rounds
 from rlhf_spmd.plan.program.transfers import (
     Move,
     data_moves,
@@ -59,7 +63,7 @@ from rlhf_spmd.plan.workload import Workload
 def compile_program(workload: Workload, placement: Placement, cluster: Cluster) -> Program:
     """Compiles one iteration, with the parity gates of a run that draws ahead. Raises UserError if the placement does
     not fit the workload or the cluster."""
-    workload, placement = with_gates(workload, placement)
+    workload, placement = with_rounds(*with_gates(workload, placement))
     validate(placement, workload, cluster)
     workload = in_order(workload, placement)
     compiler = _Compiler(workload, placement, cluster)
@@ -77,6 +81,8 @@ class _Compiler:
     transfers: list[Transfer] = field(default_factory=list)
     instructions: list[list[Instruction]] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
+    inside: frozenset[str] = frozenset()  # calls that rounds repeat
+    copies: dict[tuple[int, int], int] = field(default_factory=dict)  # move, round -> transfer
     given: set[tuple[int, Post | Wait]] = field(default_factory=set)  # rank, instruction
     notices: dict[int, int] = field(default_factory=dict)  # transfer -> that of its notice
     due: dict[int, list[int]] = field(default_factory=dict)  # rank -> transfers to post once it has their notices
@@ -97,6 +103,11 @@ class _Compiler:
                 move.transfer if piece is None else of_mini_batch(move.transfer, piece, num) for move in self.moves
             )
             self.transfers += (routed(part, self.workload, self.cluster) for part in parts)
+        self.inside = repeated(self.workload.workflow)
+        for number, (index, move) in product(range(1, self.workload.rounds), enumerate(self.moves)):
+            if self._stays(move):
+                self.copies[index, number] = len(self.transfers)
+                self.transfers.append(replace(self.transfers[index], round=number))
         first_weights = len(self.transfers)
         weights = weight_moves(self.workload, self.placement, self.cluster)
         self.transfers += [move.transfer for move in weights]
@@ -114,9 +125,12 @@ class _Compiler:
         trains, later = order_of_training(self.workload, self.placement)
         for ahead in range(min(self.placement.in_flight, num) if streams else 0):
             self._receive_early(ahead)
+        units = self._units()
+        self._emit_rounds([unit for unit in units if unit[0].name in self.inside])
         for piece in pieces:
-            for unit in self._units():
-                self._emit_unit(unit, piece)
+            for unit in units:
+                if unit[0].name not in self.inside:
+                    self._emit_unit(unit, piece)
             for rank in self.due if self.placement.chains(self.workload) else ():
                 self._post_due(rank)  # models train in another order than that of their rows, and weights leave early
             if piece == pieces[-1]:
@@ -182,9 +196,30 @@ class _Compiler:
         self._post_due(rank, number)
         self._once(rank, Wait(number))
 
-    def _number(self, index: int, piece: int | None) -> int:
+    def _number(self, index: int, piece: int | None, of_round: int = 0) -> int:
         """Returns the transfer of a move; the moves of one mini-batch are neighbours."""
-        return index + (piece or 0) * len(self.moves)
+        return self.copies[index, of_round] if of_round else index + (piece or 0) * len(self.moves)
+
+    def _stays(self, move: Move) -> bool:
+        """Returns whether a move is between calls of rounds."""
+        return self.inside.issuperset((*move.producers, *move.consumers))
+
+    def _emit_rounds(self, units: list[tuple[Call, ...]]) -> None:
+        """Emits the calls of each round and, after the last one, what other calls read of it. A rank has ended all that
+        it sends in a round, from its rows themselves, before they change."""
+        ranks = agreeing(self.workload, self.placement, self.cluster)
+        stay = [index for index, move in enumerate(self.moves) if self._stays(move)]
+        for number in range(self.workload.rounds if units else 0):
+            for rank in ranks if number else ():
+                self.instructions[rank].append(Agree(f"round {number + 1}", ranks, round=number))
+            for unit in units:
+                self._emit_unit(unit, None, number)
+            for moved in (self._number(index, None, number) for index in stay):
+                for rank in self.transfers[moved].ranks:
+                    self._wait(rank, moved)
+        for index, move in enumerate(self.moves):
+            if self.inside.issuperset(move.producers) and index not in stay:
+                self._emit_posts(index, None)
 
     def _arriving(self, consumers: tuple[str, ...]) -> dict[int, list[int]]:
         """Returns the moves that each rank waits for before some calls, by index."""
@@ -206,20 +241,20 @@ class _Compiler:
         and before all that their sender sends after them, so that drawing would wait for training."""
         move = self.moves[number % len(self.moves)]
         by_nccl = has_gpus(self.cluster) and self.transfers[number].communicator != HOST
-        return by_nccl and self._waits_for_next_step(move)
+        return by_nccl and not self.transfers[number].round and self._waits_for_next_step(move)
 
-    def _emit_unit(self, unit: tuple[Call, ...], piece: int | None) -> None:
-        """Waits, Runs and Posts of calls that exchange together."""
+    def _emit_unit(self, unit: tuple[Call, ...], piece: int | None, number: int = 0) -> None:
+        """Waits, Runs and Posts of calls that exchange together, in a round."""
         names = tuple(call.name for call in unit)
         arriving = self._arriving(names)
         for call in unit:
             for site in self.placement.sites(call, self.workload.workflow):
-                self._emit_call(call, site, piece, arriving)
+                self._emit_call(call, site, piece, arriving, number)
         for index, move in enumerate(self.moves):
-            if move.producers == names:
-                self._emit_posts(index, piece)
+            if move.producers == names and (names[0] not in self.inside or self._stays(move)):
+                self._emit_posts(index, piece, number)
 
-    def _emit_call(self, call: Call, site: str, piece: int | None, arriving: dict[int, list[int]]) -> None:
+    def _emit_call(self, call: Call, site: str, piece: int | None, arriving: dict[int, list[int]], number: int) -> None:
         layout = self.placement.layouts[site]
         consumer = site if isinstance(call, Compute) else None
         if is_gate(call):
@@ -228,10 +263,11 @@ class _Compiler:
             group = self._group(group_of(call, layout, self.workload, self.placement, rank))
             late = arriving.get(rank, [])
             own, others = self._split(call, layout, rank, late, group)
-            runs = [Run(call.name, group, piece, consumer=consumer, columns=columns) for columns in (*own, *others)]
+            run = Run(call.name, group, piece, consumer=consumer, round=number)
+            runs = [replace(run, columns=columns) for columns in (*own, *others)]
             self.instructions[rank] += runs[: len(own)]
             for index in late:
-                self._wait(rank, self._number(index, piece))
+                self._wait(rank, self._number(index, piece, number))
             self.instructions[rank] += runs[len(own) :]
 
     def _split(
@@ -248,9 +284,9 @@ class _Compiler:
             return [], [None]
         return merged(range(c, c + 1) for c in own), merged(range(c, c + 1) for c in columns if c in coming)
 
-    def _emit_posts(self, index: int, piece: int | None) -> None:
+    def _emit_posts(self, index: int, piece: int | None, of_round: int = 0) -> None:
         """Starts a move; while streaming, only after the one of in_flight mini-batches earlier is done."""
-        number = self._number(index, piece)
+        number = self._number(index, piece, of_round)
         if self._is_last(number):
             return
         notice = self.notices.get(number)

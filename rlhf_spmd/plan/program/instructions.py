@@ -9,7 +9,8 @@ Wait      blocks until this rank's part of a posted transfer is done, which need
           in buckets along chains of ranks: Post starts the first buckets, and all ranks of the chains meet at the Wait.
 Load      brings the weights of a frozen model from host memory to the device; Offload frees them there.
 Agree     is a control message among all ranks (MPI), at the end of an iteration. In a chain of iterations (chain.py)
-          ranks do not wait for it, and some of them agree on the state of the next iteration where they can.
+          ranks do not wait for it, and some of them agree on the state of the next iteration where they can. Another
+          begins a round of drawing (rounds.py), which is left out where no group is left to draw.
 
 A Run in a layout with stages (pp > 1) is one instruction here. Once the number of micro-batches (in generation: of
 tokens) is known, pipeline.py compiles it into a Run for each pass and the Posts and Waits between stages.
@@ -52,6 +53,7 @@ class Run:
     micro_batch: int | None = None  # in generation the token
     iteration: int = 0  # in a list of several iterations (chain.py)
     delay: int = field(default=0, compare=False)  # 1: of the iteration before (chain.py, ahead.py)
+    round: int = 0  # of drawing (rounds.py)
 
     def __str__(self) -> str:
         where = f" {self.phase}" if self.phase else ""
@@ -60,6 +62,7 @@ class Run:
         where += "" if self.mini_batch is None else f" epoch {self.epoch} mini-batch {self.mini_batch}"
         where += "" if self.columns is None else f" columns {self.columns.start}-{self.columns.stop - 1}"
         where += f" for {self.consumer}" if self.consumer else ""
+        where += f" round {self.round + 1}" if self.round else ""
         return f"Run {self.call}{where}" + (f" with {self.group}" if self.group else "")
 
 
@@ -110,6 +113,7 @@ class Agree:
     what: str
     ranks: tuple[int, ...] = ()  # that take part; empty: all
     delay: int = field(default=0, compare=False)  # in a chain nobody waits for a delayed one
+    round: int = 0  # that it begins
 
     def __str__(self) -> str:
         return f"Agree on {self.what}"
@@ -143,6 +147,7 @@ class Transfer:
     mini_batch: int | None = None
     reallocation: Reallocation | None = None  # of weights
     call: str | None = None  # between the stages of this call, in their groups; None: between calls, in the world
+    round: int = 0  # of drawing
     ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)  # that take part
     communicator: str = field(init=False, repr=False, compare=False)  # WORLD, HOST or STAGES, each with its own order
     _sent: dict[int, list[Message]] = field(init=False, repr=False, compare=False)

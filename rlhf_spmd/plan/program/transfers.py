@@ -136,7 +136,7 @@ def notice_of(transfer: Transfer, cluster: Cluster) -> Transfer | None:
         return None
     pairs = sorted({(message.source, message.destination) for message in transfer.messages})
     messages = tuple(Message(*pair, (), range(0), NOTICE_BYTES, through_host=True) for pair in pairs)
-    return Transfer(f"notice of {transfer.what}", messages, mini_batch=transfer.mini_batch)
+    return replace(transfer, what=f"notice of {transfer.what}", messages=messages)
 
 
 def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> list[Move]:

@@ -16,8 +16,10 @@ from rlhf_spmd.plan.program.chain import in_a_row, ranks_of_state, unrolled
 from rlhf_spmd.plan.program.compile import offloaded
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Wait
 from rlhf_spmd.plan.program.pipeline import bodies
+from rlhf_spmd.plan.program.rounds import prefix, repeated
 from rlhf_spmd.plan.proof.deadlock import Hang, enough, hangs
 from rlhf_spmd.plan.proof.memory_check import Finding, memory, waste
+from rlhf_spmd.plan.proof.round_versions import round_problems
 
 Problem = Hang | tuple[int | None, int | None, str]  # rank, position of the instruction, what is wrong
 Held = dict[tuple[str, int], set[int]]  # data key and mini-batch -> columns
@@ -51,8 +53,20 @@ def _problems(program: Program) -> list[Problem]:
         places = [[place for place, _, _ in in_a_row(program, rank, 1)] for rank in program.cluster.ranks]
         problems = [(r, at if r is None or at is None else places[r][at], text) for r, at, text in problems]
     if is_sound:
-        problems += [*_versions(program, max(1, num)), *hangs(program, num)]
+        problems += [*_versions(program, max(1, num)), *hangs(program, num), *_rounds(program, num)]
     return problems
+
+
+def _rounds(program: Program, num: int) -> list[Problem]:
+    """Checks the lists of each number of rounds after which a batch may be full; that all of them end is known. Returns
+    what is wrong with the first lists that have a problem."""
+    last = program.workload.rounds
+    for rounds in range(1, last + 1) if last > 1 else ():
+        some = prefix(program, rounds)
+        ending = hangs(some, num) if rounds < last else ()
+        if problems := [(rank, None, text) for rank, _, text in (*ending, *round_problems(some, rounds))]:
+            return [(rank, at, f"if {rounds} of {last} rounds are executed: {text}") for rank, at, text in problems]
+    return []
 
 
 # ---- what the instructions refer to --------------------------------------------------------------------------------
@@ -204,7 +218,7 @@ def _runs(program: Program) -> Iterator[Problem]:
             done |= cells
         never = dict.fromkeys(text for cell, text in due.items() if cell not in done)
         yield from ((rank, None, f"never executes {text}") for text in never)
-        agrees = [position for position, instruction in enumerate(instructions) if isinstance(instruction, Agree)]
+        agrees = [at for at, one in enumerate(instructions) if isinstance(one, Agree) and not one.round]
         num = 2 if program.placement.ahead else 1  # one of the prologue
         ends, on_state = agrees[rank in agreeing :], agrees[: rank in agreeing]
         if len(ends) != num or ends[-1] != len(instructions) - 1:
@@ -222,13 +236,14 @@ def _cells(program: Program, run: Run, rank: int) -> set[Cell]:
         return {(run.call, run.epoch, run.mini_batch, run.columns)}
     rows = program.mini_batches_of(run)
     columns = program.columns_of(run, rank) or (None,)  # a rank without rows still runs the call, for its collectives
-    return {(run.call, run.consumer, row, column) for row in rows for column in columns}
+    return {(run.call, run.consumer, run.round, row, column) for row in rows for column in columns}
 
 
 def _due(program: Program, rank: int) -> dict[Cell, str]:
     """Returns the cells that an iteration needs on a rank, each with its Run in words."""
     workload, placement = program.workload, program.placement
     due: dict[Cell, str] = {}
+    inside = repeated(workload.workflow)
     for call in workload.workflow.calls:
         for site in placement.sites(call, workload.workflow):
             if rank not in ranks_of(call, placement.layouts[site]):
@@ -237,9 +252,9 @@ def _due(program: Program, rank: int) -> dict[Cell, str]:
                 turns = product(range(workload.epochs), range(workload.num_mini_batches))
                 runs = [Run(call.name, None, mini_batch, epoch) for epoch, mini_batch in turns]
             else:
-                runs = [
-                    Run(call.name, None, 0 if is_gate(call) else None, 0, site if isinstance(call, Compute) else None)
-                ]
+                piece, consumer = 0 if is_gate(call) else None, site if isinstance(call, Compute) else None
+                rounds = range(workload.rounds if call.name in inside else 1)
+                runs = [Run(call.name, None, piece, consumer=consumer, round=number) for number in rounds]
             due |= {cell: str(run) for run in runs for cell in _cells(program, run, rank)}
     return due
 

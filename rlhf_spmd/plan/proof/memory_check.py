@@ -82,7 +82,7 @@ def vain_streaming(program: Program) -> list[str]:
         whole = [call for call in workload.workflow.calls if workload.needs_batch(call)]
         names = ", ".join(call.name for call in whole)
         fix = "choose options by which a mini-batch is enough"
-        if any(isinstance(call, Compute) and call.scope == "group" for call in whole):
+        if workload.rounds == 1 and any(isinstance(call, Compute) and call.scope == "group" for call in whole):
             fix = f"make mini_batch a multiple of samples_per_prompt, {workload.samples_per_prompt}"
         reasons.append(f"is off, because {names} needs all rows of the iteration before the first step; {fix}")
     if asks and workload.num_mini_batches == 1:

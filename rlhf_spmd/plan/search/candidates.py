@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil, inf
 from operator import le
 from typing import TypeVar
 
@@ -28,6 +28,7 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import DECODE_MINI_BATCHES, leaves_device
 from rlhf_spmd.plan.program.ahead import gates
 from rlhf_spmd.plan.program.pipeline import pass_bytes
+from rlhf_spmd.plan.program.rounds import repeated
 from rlhf_spmd.plan.search.meshes import Mesh, layouts, meshes
 from rlhf_spmd.plan.shard import Shard
 
@@ -257,6 +258,7 @@ class CallCosts:
         gather_s = self.cost.gather_s(call, layout, first)
         load_s = self.cost.load_s(call.model, layout, first) if layout.offload else 0.0
         whole_s, piece_s = (gather_s + self._passes_s(call, layout, mesh, number)[0] for number in (num, 1))
+        whole_s *= sum(self._shares(call))
         return load_s + whole_s, load_s / num + piece_s
 
     def _train_s(self, call: ModelCall, layout: Layout, mesh: Mesh) -> tuple[float, float]:
@@ -268,6 +270,11 @@ class CallCosts:
         step_s = passes_s + self.updates_s[key] * self._slowdown(mesh)
         return self.workload.epochs * self.workload.num_mini_batches * step_s, step_s
 
+    def _shares(self, call: ModelCall) -> list[float]:
+        """Returns the shares of the rows that a call computes in each round of drawing; [1.0] without rounds."""
+        num = self.workload.rounds if call.name in repeated(self.workload.workflow) else 1
+        return [share for number in range(num) if (share := self.workload.failed_groups**number)]
+
     def _generate_s(self, call: ModelCall, layout: Layout, mesh: Mesh) -> tuple[float, float]:
         workload, num = self.workload, self.workload.num_mini_batches
         last = layout.rank_at(layout.dp - 1, 0, 0)
@@ -277,8 +284,9 @@ class CallCosts:
         slow = self._slowdown(mesh)
         few = min(workload.max_sequences, DECODE_MINI_BATCHES * len(columns))
         gather_s = self.cost.gather_s(call, layout, last)
+        rounds = [rows[: ceil(share * len(rows))] for share in self._shares(call)]
         whole_s, pieces_s = (
-            gather_s + slow * max(generate_s(self.cost, call, layout, last, rows, places))
+            sum(gather_s + slow * max(generate_s(self.cost, call, layout, last, some, places)) for some in rounds)
             for places in (workload.max_sequences, few)
         )
         if call.name in self.gates:

@@ -2,7 +2,8 @@
 
 It has been drawn when the checkpoint is written, and trains in the next iteration. Every key that a call before
 training made is stored as columns of the whole matrix, each by the rank that reports it, so any layout can read them.
-So are the sums and numbers that the calls noted for the log, which belong to the iteration that trains.
+So are the sums and numbers that the calls noted for the log, which belong to the iteration that trains, and which
+prompts it has if rounds have chosen them.
 """
 
 import json
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DRAWN, Checkpoint, reading
-from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, given_rows
 from rlhf_spmd.runtime.execute.job import Job
+
+ROWS = "rows"  # where they are drawn in rounds: prompt and sample of each
 
 
 def collect(job: Job, data: Iteration) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -34,6 +37,8 @@ def collect(job: Job, data: Iteration) -> tuple[dict[str, Tensor], dict[str, str
         "noted": {name: rows.tolist() for name, rows in data.noted.items()},
         **{name: getattr(data, name) for name in ("generate_s", "num_bytes_sent", "num_messages_sent", "lag")},
     }
+    if data.rounds is not None:
+        about[ROWS] = data.prompt_MC.tolist(), data.sample_MC.tolist()
     return tensors, {name: json.dumps(value) for name, value in about.items()}
 
 
@@ -51,6 +56,10 @@ def restore(job: Job, checkpoint: Checkpoint, data: Iteration) -> bool:
             with reading(checkpoint.folder, name), safe_open(checkpoint.folder / name, framework="pt") as file:
                 about = {key: json.loads(text) for key, text in file.metadata().items()}
                 data.lag = about["lag"]
+                if data.rounds is not None:
+                    data.prompt_MC[:], data.sample_MC[:] = about[ROWS]
+                    data.store |= given_rows(job.workload, job.prompts, job.columns, data.prompt_MC, job.world.device)
+                    data.rounds.cursor = job.state.prompts_used
                 for key in file.keys():  # noqa: SIM118 - a handle, not a dict
                     _place(job, data, key, file.get_tensor(key))
                 rank = int(name.removeprefix(DRAWN).partition(".")[0])

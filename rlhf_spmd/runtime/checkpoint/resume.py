@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "reward_timeout_s",  # a response that runs out makes a run inexact anyway
     "forecast_lengths",
     "forecast_episodes",
+    "forecast_failed_groups",
     "micro_batch",
     "generation.max_sequences",
     "generation.block_size",
@@ -52,6 +53,7 @@ MAY_CHANGE = (
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
 PRODUCTS = "products"  # in PROGRAM: the library of matrix products of the run
 STARTED = "started"  # in PROGRAM: the time of the first start of the run, which chat templates write
+PROMPTS_USED = "prompts_used"  # in the state: where rows are drawn in rounds
 ALGORITHM = "algorithm.py"  # the page, unless it is one of the package's
 
 
@@ -173,7 +175,8 @@ def read_state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
     with reading(checkpoint.folder, STATE):
         values = json_value(checkpoint.text(STATE))
         config.algorithm.read_state(values["state"])
-        return {name: values[name] for name in ("state", "inputs", "surroundings", "ahead")}
+        used = {PROMPTS_USED: int(values[PROMPTS_USED])} if PROMPTS_USED in values else {}
+        return used | {name: values[name] for name in ("state", "inputs", "surroundings", "ahead")}
 
 
 def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -> Config:

@@ -107,6 +107,13 @@ class PromptSet:
         """Returns the indices of the prompts of one iteration (from 0): a pure function of (seed, iteration)."""
         return self._order.batch(iteration, rollout_batch)
 
+    def following(self, start: int, num: int) -> list[int]:
+        """Returns the indices of some prompts in the order of iterations of one prompt.
+
+        start: how many come before them.
+        """
+        return [self._order.batch(place, 1)[0] for place in range(start, start + num)]
+
     def tokens_fingerprint(self) -> str:
         """Returns a hash of all tokens, in the order of the files."""
         return self._hash_of("rows", "", [self.prompts, *self.responses.values()])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_spmd.plan.calls import Compute, Generate, Train
-from rlhf_spmd.plan.program.instructions import Load, Offload, Run
+from rlhf_spmd.plan.program.instructions import Agree, Load, Offload, Run
 from rlhf_spmd.runtime.execute import optimizer_step
 from rlhf_spmd.runtime.execute.first_launches import launch_kernels
 from rlhf_spmd.runtime.execute.handlers import compute, generate, infer
@@ -18,6 +18,7 @@ from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.passes import Passes, through_stages
 from rlhf_spmd.runtime.execute.post_and_wait import Transfers
 from rlhf_spmd.runtime.execute.response_hashes import ROW, responses_made
+from rlhf_spmd.runtime.execute.rounds import agree_on_round
 from rlhf_spmd.runtime.failure.signals import Asked
 from rlhf_spmd.runtime.generation.kv_cache import release_unused
 from rlhf_spmd.runtime.world.metric_sums import combine, summed
@@ -84,8 +85,7 @@ class Executor(InstructionLoop):
             copy.release()
 
     def _message(self, data: Iteration) -> bytes:
-        """Returns what this rank tells of an iteration: a line of JSON followed by the records of responses as they are
-        in memory."""
+        """Returns what this rank tells of an iteration: a line of JSON, then the records of responses as in memory."""
         sent = {"bytes": data.num_bytes_sent, "messages": data.num_messages_sent}
         numbers = data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
         numbers["peak_bytes"] = self.world.computes.peak_bytes()
@@ -101,12 +101,15 @@ class Executor(InstructionLoop):
         assert self.reports is not None, "the program chains iterations"
         self.reports.send(data.number, self._message(data))
 
-    def agree_on_state(self, data: Iteration, ranks: tuple[int, ...]) -> None:
-        """Computes the state of the next iteration from what these ranks have counted for it."""
+    def agree_among(self, data: Iteration, step: Agree) -> bool:
+        """Computes the next state from what ranks have counted, or gives groups that failed other prompts."""
+        if step.round:
+            return agree_on_round(self.job, data, step.ranks, self.reports)
         assert self.reports is not None, "the program chains iterations"
         counted = data.meter.part(self.job.workload.state_sums).to_message()
-        total = self.reports.merge(ranks, counted, lambda messages: summed(messages).to_message())
+        total = self.reports.merge(step.ranks, counted, lambda messages: summed(messages).to_message())
         self.next_state = next_state(self.job, self.job.state.of_algorithm, [total])
+        return False
 
 
 def answers_of(messages: Sequence[bytes]) -> list[dict[str, Any]]:
@@ -117,11 +120,8 @@ def answers_of(messages: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def next_state(job: Job, state: Any, answers: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the algorithm's state after an iteration, from global numbers only.
-
-    state: that it had.
-    answers: of ranks, which have counted all that the state depends on.
-    """
+    """Returns the algorithm's state after an iteration, from global numbers only. state: that it had. answers: of
+    ranks, which have counted all that the state depends on."""
     config = job.config
     num_sequences = config.rollout_batch * config.samples_per_prompt
     return config.algorithm.after_iteration(state, config.options, *combine(answers), num_sequences)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.instructions import Agree, Load, Offload, Post, Program, Run, Wait
+from rlhf_spmd.plan.program.rounds import round_of, some_agree
 from rlhf_spmd.runtime.failure.diagnosis import peer_error, text_of
 from rlhf_spmd.runtime.world.reports import Reports
 from rlhf_spmd.runtime.world.trace import Tracer
@@ -20,8 +21,7 @@ from rlhf_spmd.runtime.world.trace import Tracer
 
 class Current(NamedTuple):
     """What a list is executed for: the number of the iteration that trains (in a prologue and in a chain, of the one
-    that is drawn), from 0, and what messages, flight records and timelines call it. Short: a flight record keeps 40
-    bytes."""
+    that is drawn), from 0, and what messages, records (which keep 40 bytes) and timelines call it."""
 
     number: int
     title: str
@@ -36,7 +36,8 @@ class InstructionLoop(ABC):
         self.texts = [text_of(program, instruction) for instruction in self.instructions]
         self.current: Current | None = None
         self.absent = (False, not program.placement.ahead)  # whether the last list lacked one of its iterations
-        self.reports = Reports(world.messages()) if program.chains else None
+        self.rounds, self.is_full = [round_of(program, step) for step in self.instructions], False
+        self.reports = Reports(world.messages()) if some_agree(program) else None
 
     def begin(self) -> None:
         """Tells the world that this program is executed from now on; needed again after another one."""
@@ -56,10 +57,11 @@ class InstructionLoop(ABC):
         self.absent = absent
         self.recorder.iteration = current.number
         self.reset()  # while no message is under way
-        answers: list[dict[str, Any]] = []
+        answers, self.is_full = list[dict[str, Any]](), False  # whether no group is left to be drawn in rounds
         for position, step in enumerate(self.instructions):
             data = before if step.delay else now
-            if data is None and (self.program.chains or not isinstance(step, Agree)):
+            is_closing = isinstance(step, Agree) and not step.round
+            if (data is None and (self.program.chains or not is_closing)) or (self.is_full and self.rounds[position]):
                 continue
             # whether it is of the iteration that does not give the list its number
             is_other = self.program.overlaps and bool(step.delay) == self.program.chains
@@ -72,14 +74,12 @@ class InstructionLoop(ABC):
                         rest = self.run(step, data)
                     if rest is not None:
                         rest()
-                elif isinstance(step, Post):
+                elif isinstance(step, Post | Wait):
+                    word, does = ("post", self.post) if isinstance(step, Post) else ("wait", self.wait)
                     what = self.program.transfers[step.transfer].what
-                    with self.recorder.span(f"post {what}", "transfer", transfer=step.transfer, **of_batch):
-                        self.post(step.transfer, data)
-                elif isinstance(step, Wait):
-                    what = self.program.transfers[step.transfer].what
-                    with self.recorder.span(f"wait {what}", "wait", transfer=step.transfer, **of_batch):
-                        self.wait(step.transfer, data)
+                    args = {"transfer": step.transfer} | of_batch
+                    with self.recorder.span(f"{word} {what}", "transfer" if word == "post" else "wait", **args):
+                        does(step.transfer, data)
                 elif isinstance(step, Load):
                     with self.recorder.span(f"load {step.model}", "transfer"):
                         self.load(step)
@@ -102,7 +102,7 @@ class InstructionLoop(ABC):
         if data is None:
             self.world.barrier(meeting)
         elif step.ranks:
-            self.agree_on_state(data, step.ranks)
+            self.is_full = self.agree_among(data, step)
         elif self.program.chains and now is not None:
             self.report(data)
         else:
@@ -142,8 +142,8 @@ class InstructionLoop(ABC):
         """Sends such a message in a chain, without waiting for anybody."""
 
     @abstractmethod
-    def agree_on_state(self, data: Any, ranks: tuple[int, ...]) -> None:
-        """Agrees with some ranks on the state of the next iteration."""
+    def agree_among(self, data: Any, step: Agree) -> bool:
+        """Agrees with some ranks on the next state, or on groups to be drawn again. Returns whether a batch is full."""
 
 
 def _current(program: Program, now: Any, before: Any) -> Current:

@@ -7,6 +7,7 @@ named by their number in the whole matrix; only `Store` knows where they are on 
 # M mini-batches, C columns (= mini_batch), B sequences, P prompt tokens, G response tokens
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,8 @@ from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.calls import LossCall
 from rlhf_spmd.plan.runtime_words import ACTIONS, TOKEN_SHAPES, actions_of, routes_of
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime.data.prompts import PromptSet
+from rlhf_spmd.runtime.data.step_order import NO_ROW
 from rlhf_spmd.runtime.generation.rollout import Rollout
 from rlhf_spmd.runtime.world.metric_sums import Meter
 
@@ -139,6 +142,20 @@ class Store(dict[str, Tensor]):
 
 
 @dataclass(slots=True)
+class Rounds:
+    """How far the rounds of an iteration are (plan/program/rounds.py).
+
+    cursor: how many prompts of the data set have been used, in their order, with those of this iteration.
+    failed: the groups that were drawn again, by their place in the batch, for each round but the first.
+    again_MC: the rows of the newest of these rounds.
+    """
+
+    cursor: int
+    failed: list[list[int]] = field(default_factory=list)
+    again_MC: np.ndarray | None = None
+
+
+@dataclass(slots=True)
 class Iteration:
     """One iteration's data on a rank."""
 
@@ -161,16 +178,28 @@ class Iteration:
     made: dict[str, int] = field(default_factory=dict)  # optimizer steps of models so far, less those left out
     before: Mapping[str, Any] = field(default_factory=dict)  # where it was drawn ahead: metrics of the iteration before
     responses: np.ndarray | None = None  # records of responses (response_hashes.py), once the rows are freed
+    rounds: Rounds | None = None  # None: all rows are drawn once
 
     @property
     def title(self) -> str:
         """What messages call it."""
         return f"{self.what} {self.number + self.first}"
 
-    def note(self, name: str, place: Place, values: Sequence[float | None]) -> None:
-        """Notes a number of each row at a place; None: the row has none."""
-        values_MC = self.noted.setdefault(name, np.full(self.prompt_MC.shape, np.nan))
-        values_MC[place] = np.array(values, dtype=float).reshape(values_MC[place].shape)
+    def again(self, place: Place, number: int) -> Tensor | None:
+        """Returns which rows at a place a round draws, bool [M', C']; None: all.
+
+        number: of the round; 0: the first.
+        """
+        if not number:
+            return None
+        assert self.rounds is not None and self.rounds.again_MC is not None, "rows are drawn in rounds"
+        return torch.from_numpy(self.rounds.again_MC[place]).to(self.store.device)
+
+    def note(self, name: str, place: Place, values: Sequence[float | None], rows_MC: Tensor | None = None) -> None:
+        """Notes a number of each row at a place, or of some of them; None: the row has none."""
+        of_place_MC = self.noted.setdefault(name, np.full(self.prompt_MC.shape, np.nan))[place]
+        rows = np.ones(of_place_MC.shape, bool) if rows_MC is None else rows_MC.cpu().numpy()
+        of_place_MC[rows] = np.array(values, dtype=float)
 
     def random_bits(self, stream: int, columns: slice = ALL) -> Tensor:
         """Returns the random bits of the rows in some columns for each token that they may have, int64 [M, C', G]. They
@@ -185,3 +214,36 @@ class Iteration:
             part = slice(start, start + rows)
             bits_BG[part] = random_bits(self.seed, stream, self.number, prompt_B[part], sample_B[part], width)
         return torch.from_numpy(bits_BG).unflatten(0, shape).to(self.store.device)
+
+
+def given_rows(
+    workload: Workload,
+    prompts: PromptSet,
+    columns: Mapping[str, Sequence[range]],
+    prompt_MC: np.ndarray,
+    device: torch.device,
+) -> Store:
+    """Returns a store with this rank's rows of the data set.
+
+    columns: that the rank holds of each key.
+    prompt_MC: NO_ROW where a place has none.
+    """
+    store = Store(workload, columns, device)
+    for key in workload.workflow.given:
+        for held in columns.get(key, ()):
+            part_MC = prompt_MC[:, held.start : held.stop]
+            used_MC = part_MC != NO_ROW
+            rows_B = torch.from_numpy(prompts.padded(key, part_MC[used_MC], workload.row_shape(key))).to(device)
+            values_MC = store.at(key, (ALL, slice(held.start, held.stop)))
+            values_MC[torch.from_numpy(used_MC).to(device)] = rows_B.to(values_MC.dtype)
+    return store
+
+
+def occurrences(prompt_N: np.ndarray) -> np.ndarray:
+    """Counts, for each entry, the earlier entries with the same prompt: its sample index."""
+    seen: Counter[int] = Counter()
+    sample_N = np.empty_like(prompt_N)
+    for row, prompt in enumerate(prompt_N.tolist()):
+        sample_N[row] = seen[prompt]
+        seen[prompt] += 1
+    return sample_N

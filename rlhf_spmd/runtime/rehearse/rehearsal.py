@@ -21,7 +21,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.calls import Compute, Generate
 from rlhf_spmd.plan.cost.simulate import Times
 from rlhf_spmd.plan.layout import HOST, STAGES, group_name
-from rlhf_spmd.plan.program.instructions import WORLD, Load, Message, Offload, Program, Run, Transfer
+from rlhf_spmd.plan.program.instructions import WORLD, Agree, Load, Message, Offload, Program, Run, Transfer
 from rlhf_spmd.plan.program.pipeline import expand, usual_number
 from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
@@ -98,10 +98,13 @@ class Rehearsal(InstructionLoop):
     def report(self, data: Rehearsed) -> None:
         """Tells nothing: the forecast is compared with the seconds of rank 0."""
 
-    def agree_on_state(self, data: Rehearsed, ranks: tuple[int, ...]) -> None:
-        """Meets these ranks."""
-        assert self.reports is not None, "the program chains iterations"
-        self.reports.merge(ranks, None, len)
+    def agree_among(self, data: Rehearsed, step: Agree) -> bool:
+        """Meets some ranks; no batch is full before the last round."""
+        if self.reports is None:
+            self.world.barrier(f"{data.title}: {step.what}")
+        else:
+            self.reports.merge(step.ranks, None, len)
+        return False
 
     def reset(self) -> None:
         """Nothing is left of the iteration before."""

@@ -38,7 +38,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
-from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, kept_of
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, given_rows, kept_of
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
@@ -46,7 +46,7 @@ from rlhf_spmd.runtime.records.run_files import headlines_of
 from rlhf_spmd.runtime.records.run_folder import EVALUATIONS, RunFolder
 from rlhf_spmd.runtime.run.inputs import sources_of
 from rlhf_spmd.runtime.run.metrics import ALL_BROKE, check_finite
-from rlhf_spmd.runtime.run.prepare import Prepared, given_rows, prepare
+from rlhf_spmd.runtime.run.prepare import Prepared, prepare
 from rlhf_spmd.runtime.run.rollouts import Rollouts
 from rlhf_spmd.runtime.world.metric_sums import combine
 from rlhf_spmd.runtime.world.trace import Tracer

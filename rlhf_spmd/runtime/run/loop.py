@@ -16,6 +16,7 @@ from rlhf_spmd.runtime.checkpoint.saving import Tensors
 from rlhf_spmd.runtime.execute.executor import Executor, next_state
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
+from rlhf_spmd.runtime.execute.rounds import settle
 from rlhf_spmd.runtime.run.metrics import check_finite, speed, summarize
 from rlhf_spmd.runtime.run.prepare import make_iteration
 
@@ -60,6 +61,7 @@ class Loop:
             self.now = data = self.begin(number)
             now, before = (self.in_flight, data) if self.is_ahead else (data, None)
             answers = self.executor.iteration(now, before)
+            settle(job, now)
             done = self.over(data, answers, time.perf_counter() - self.began_s)
             job.state.of_algorithm = self.state
             yield done
@@ -85,6 +87,7 @@ class Loop:
         if data is None:
             self.in_flight = data = make_iteration(self.job, number)
             self.executor.iteration(data)
+            settle(self.job, data)
             self.executor.recorder.forget(number + 1)  # what follows is the first whole iteration
         data.before = self.history[-1] if self.history else {}
         is_last = number + 1 == self.job.config.iterations

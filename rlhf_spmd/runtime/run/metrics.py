@@ -12,6 +12,7 @@ from rlhf_spmd.pages.algorithm import Algorithm
 from rlhf_spmd.plan.calls import Workflow
 from rlhf_spmd.plan.cost.model_flops import iteration_flops
 from rlhf_spmd.plan.runtime_words import PLACES_USED, SCORES, STEP_TOKENS, STEPS_MADE, TIMEOUTS
+from rlhf_spmd.runtime.checkpoint.resume import PROMPTS_USED
 from rlhf_spmd.runtime.data.step_order import NO_ROW
 from rlhf_spmd.runtime.environments.episodes import CHANGED, DROPPED
 from rlhf_spmd.runtime.execute.handlers.infer import ENVIRONMENT
@@ -47,6 +48,9 @@ GENERATION = {
     "lag_max_abs": Metric("generation"),
     "lag_mean_abs": Metric("generation"),
     "gen_tokens": Metric("generation"),
+    # with rounds: share of the groups drawn before the last round that were drawn again; prompts used by all iterations
+    "failed_groups": Metric("generation"),
+    PROMPTS_USED: Metric("generation"),
 }
 TURNS = {  # of episodes
     "turns": Metric("generation", "turns", "{:6.2f}", leaves=7),  # mean per episode
@@ -153,6 +157,7 @@ def speed(
     flops = iteration_flops(job.workload, *_lengths(job, data, answers)) / (job.world.size * seconds)
     speed = {"iteration_s": seconds, "tflops": flops / 1e12}
     speed |= {"mfu": flops / device_flops} if device_flops else {}
+    speed |= {} if data.rounds is None else {PROMPTS_USED: float(data.rounds.cursor)}
     return speed | {"peak_bytes": float(max(answer["peak_bytes"] for answer in answers))}
 
 

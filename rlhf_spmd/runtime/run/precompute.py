@@ -17,14 +17,14 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.checkpoint.resume import PROGRAM, STARTED, Resumed, refuse_other_inputs
 from rlhf_spmd.runtime.data.precomputed import folder_of_parts, has_all_parts, path_of_part, write_part
 from rlhf_spmd.runtime.execute.executor import Executor
-from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, given_rows
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import reported_columns
 from rlhf_spmd.runtime.generation.kv_cache import release_unused
 from rlhf_spmd.runtime.records.run_files import json_object
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from rlhf_spmd.runtime.run import recorded
-from rlhf_spmd.runtime.run.prepare import given_rows, prepare
+from rlhf_spmd.runtime.run.prepare import prepare
 from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.runtime.world.world import World
 

@@ -1,6 +1,5 @@
 """Makes the job of a rank (options, program, prompts, models), and the data of an iteration."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,12 +17,11 @@ from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.pages.algorithm import check_functions
 from rlhf_spmd.plan.cost.memory import packed_bytes, working_bytes
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
-from rlhf_spmd.runtime.data.step_order import NO_ROW, StepOrder, order_of
+from rlhf_spmd.runtime.data.step_order import StepOrder, order_of
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments
-from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
+from rlhf_spmd.runtime.execute.iteration import Iteration, Rounds, given_rows, occurrences
 from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.profile.products import Recorded, choose, limit_packing
@@ -196,11 +194,15 @@ def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer
 
 def make_iteration(job: Job, number: int) -> Iteration:
     """Returns the order of the mini-batches and the prompts of this rank's rows in one iteration: functions of (seed,
-    iteration)."""
+    iteration), with rounds of the prompts that were used before, too."""
     config, workload = job.config, job.program.workload
     if job.steps is not None:
         return _within_budget(job, job.steps, number)
-    prompt_N = np.array(job.prompts.batch(number, config.rollout_batch)).repeat(config.samples_per_prompt)
+    prompts, rounds = job.prompts.batch(number, config.rollout_batch), None
+    if workload.rounds > 1:
+        rounds = Rounds(job.state.prompts_used + config.rollout_batch)
+        prompts = job.prompts.following(job.state.prompts_used, config.rollout_batch)
+    prompt_N = np.array(prompts).repeat(config.samples_per_prompt)
     sample_N = occurrences(prompt_N)
     orders = [
         epoch_order(config.seed, number, epoch, workload.num_sequences, workload.mini_batch, group=workload.group_size)
@@ -212,7 +214,8 @@ def make_iteration(job: Job, number: int) -> Iteration:
     prompt_MC, sample_MC = prompt_N[first], sample_N[first]
     store = given_rows(workload, job.prompts, job.columns, prompt_MC, job.world.device)
     source_EMC = torch.from_numpy(np.stack([home_N[order] for order in orders])).to(job.world.device)
-    return Iteration(number, config.seed, prompt_MC=prompt_MC, sample_MC=sample_MC, source_EMC=source_EMC, store=store)
+    matrices = {"prompt_MC": prompt_MC, "sample_MC": sample_MC, "source_EMC": source_EMC}
+    return Iteration(number, config.seed, **matrices, store=store, rounds=rounds)
 
 
 def _within_budget(job: Job, steps: StepOrder, number: int) -> Iteration:
@@ -226,36 +229,3 @@ def _within_budget(job: Job, steps: StepOrder, number: int) -> Iteration:
     return Iteration(
         number, job.config.seed, prompt_MC=prompt_MC, sample_MC=sample_MC, source_EMC=source_EMC, store=store
     )
-
-
-def given_rows(
-    workload: Workload,
-    prompts: PromptSet,
-    columns: Mapping[str, Sequence[range]],
-    prompt_MC: np.ndarray,
-    device: torch.device,
-) -> Store:
-    """Returns a store with this rank's rows of the data set.
-
-    columns: that the rank holds of each key.
-    prompt_MC: NO_ROW where a place has none.
-    """
-    store = Store(workload, columns, device)
-    for key in workload.workflow.given:
-        for held in columns.get(key, ()):
-            part_MC = prompt_MC[:, held.start : held.stop]
-            used_MC = part_MC != NO_ROW
-            rows_B = torch.from_numpy(prompts.padded(key, part_MC[used_MC], workload.row_shape(key))).to(device)
-            values_MC = store.at(key, (ALL, slice(held.start, held.stop)))
-            values_MC[torch.from_numpy(used_MC).to(device)] = rows_B.to(values_MC.dtype)
-    return store
-
-
-def occurrences(prompt_N: np.ndarray) -> np.ndarray:
-    """Counts, for each entry, the earlier entries with the same prompt: its sample index."""
-    seen: Counter[int] = Counter()
-    sample_N = np.empty_like(prompt_N)
-    for row, prompt in enumerate(prompt_N.tolist()):
-        sample_N[row] = seen[prompt]
-        seen[prompt] += 1
-    return sample_N

@@ -20,6 +20,7 @@ from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove
 from rlhf_spmd.runtime.checkpoint.resume import (
     PRODUCTS,
     PROGRAM,
+    PROMPTS_USED,
     STARTED,
     Resumed,
     refuse_older,
@@ -62,7 +63,8 @@ class Origin:
 
 def run_state(state: RunState) -> dict:
     """Returns the state of a run besides weights, options and inputs, for a checkpoint."""
-    return {"state": asdict(state.of_algorithm) if state.of_algorithm is not None else {}}
+    used = {PROMPTS_USED: state.prompts_used} if state.prompts_used else {}
+    return {"state": asdict(state.of_algorithm) if state.of_algorithm is not None else {}} | used
 
 
 def restore_state(job: Job, num_iterations: int, values: Mapping) -> None:
@@ -74,6 +76,7 @@ def restore_state(job: Job, num_iterations: int, values: Mapping) -> None:
     num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those skipped by early stops included
     steps = dict.fromkeys(job.models.engines, num_steps)
     job.state.of_algorithm, job.state.steps = job.config.algorithm.read_state(values["state"]), steps
+    job.state.prompts_used = values.get(PROMPTS_USED, 0)
 
 
 def inputs(prepared: Prepared) -> dict[str, str]:

@@ -17,6 +17,7 @@ from rlhf_spmd.algorithms.group_advantages import (
     batch_advantages,
     batch_advantages_finish,
     batch_advantages_sums,
+    equal_groups,
     first_groups,
     greedy_baseline_advantages,
     group_advantages,
@@ -364,6 +365,7 @@ def test_what_is_masked_counts_in_no_baseline(scale):
         total = group_advantages_sums(shifted, mask, used, overlong="mask")
         found.append(group_advantages_finish(advantages, used, total, scale=scale))
         assert sums["equal_groups"][0].tolist() == [1.0, 0.0, 1.0, 1.0]
+        assert equal_groups(shifted, mask, ended, overlong="mask")[:, 3].tolist() == [1.0, 0.0, 1.0, 1.0]
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1].tolist() == [[0.0] * 4, [0.0, 1.0, 1.0, 1.0], [0.0] * 4, [0.0] * 4]
     three = advantages_of([[1.0, 2.0, 6.0]], scale="group" if scale == "batch" else scale)
@@ -377,6 +379,9 @@ def test_all_groups_equal():
     for one in itertools.chain(*groups):
         one.score = 1.0
     batch, rules = make_batch(groups), Rules(LIMIT, drop_equal_groups=True)
+    assert equal_groups(batch.scores, batch.mask, batch.ended).all()
+    shaped = {"overlong": "shape", "overlong_buffer": 3}  # which tells responses of other lengths apart
+    assert not equal_groups(batch.scores, batch.mask, batch.ended, **shaped).all()
     advantages, used = fast_advantages(batch, rules)
     assert not used.any() and fast_loss(batch, advantages, used, rules).item() == 0.0
     with pytest.raises(UserError, match=r"^0 groups of this iteration are left .* grpo.min_groups is 2"):

@@ -8,7 +8,15 @@ import pytest
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.command_line.arguments import VERBS
 
-QUICK = ("check", "draw", "options", "algorithms", "coming-from")  # in a second or two, without ranks
+QUICK = (
+    "check",
+    "examples",
+    "slurm-scripts",
+    "draw",
+    "options",
+    "algorithms",
+    "coming-from",
+)  # in a second or two, without ranks
 
 
 def test_examples_work_as_they_stand(tmp_path, monkeypatch, capsys):
@@ -54,3 +62,9 @@ def test_options_are_those_of_the_algorithm_and_the_strategy(words, there, not_t
 def test_a_pattern_without_options_is_refused(capsys):
     assert main(["options", "ppo.", "--algorithm", "grpo"]) == 2
     assert "no option of grpo and flattening has 'ppo.'" in capsys.readouterr().err
+
+
+def test_an_existing_folder_is_left_as_it_is(tmp_path, capsys):
+    assert main(["slurm-scripts", str(tmp_path / "new")]) == 0 and (tmp_path / "new" / "train.sbatch").stat().st_size
+    assert main(["examples", str(tmp_path / "new")]) == 2 and "exists already" in capsys.readouterr().err
+    assert not (tmp_path / "new" / "grpo.yaml").exists()

@@ -45,6 +45,7 @@ NEEDED = {  # options that make no sense without others
 EVALUATED = ["eval.prompts=x", "checkpoint.best=mean@1"]
 PAGES = {"mini_batch_tokens": "sft"}  # of options that do not go with PPO
 VALUES = {
+    "forecast_failed_groups": "0.25",
     "lora.targets": "q_proj",
     "ppo.rejection_range": "0.5,2",
     "checkpoint.best": "pass@1",

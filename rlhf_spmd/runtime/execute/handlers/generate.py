@@ -17,6 +17,7 @@ from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import END, RESPONSES, actions_of, opened_of, rewards_of, routes_of
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, mask_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
+from rlhf_spmd.runtime.execute.rounds import only_again
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.episodes import REASONS, Episodes
 from rlhf_spmd.runtime.generation.kv_cache import free_bytes
@@ -26,18 +27,25 @@ from rlhf_spmd.runtime.world.scratch import scratch
 
 def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
     """Draws the responses of a Run."""
-    place = job.place(run)
+    whole = place = job.place(run)
+    again_MC, drawn = data.again(place, run.round), data
+    if again_MC is not None:
+        drawn, place = only_again(job, data, place[1], call.prompts)
     started = time.perf_counter()
     with job.models.weights(call) as model:
         if call.name not in data.generations:
-            data.generations[call.name] = _all_of_iteration(job, call, model, run, data, place[1])
+            data.generations[call.name] = _all_of_iteration(job, call, model, run, drawn, place[1])
         rollout = data.generations[call.name]
         made = _made(job, call, rollout, place[0])
         ends = rollout.ends(place[0])  # of episodes that are not dropped
-        if place[0].stop == job.workload.num_mini_batches:  # rows of later mini-batches may have ended, too
+        if whole[0].stop == job.workload.num_mini_batches:  # rows of later mini-batches may have ended, too
             del data.generations[call.name]  # frees its memory for training
     for key in job.program.makes(run, job.world.rank):  # stages before the last one keep none of it
-        data.store.at(key, place)[:] = made[key].unflatten(0, shape_of(place))
+        stored = data.store.at(key, whole)
+        if again_MC is None:
+            stored[:] = made[key].unflatten(0, shape_of(place))
+        else:
+            stored[again_MC] = made[key].to(stored.dtype)
     key, meter = call.outputs[0], job.meter(call, data)
     prefix, num = key.removesuffix(RESPONSES), len(made[key]) if rollout.turns is None else len(ends)
     meter.add(f"{prefix}response_length", mask_of(made, key).sum(), num)
@@ -48,7 +56,7 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
         meter.add(f"{prefix}answer_tokens", of_answers.sum(), num)
         meter.add(f"{prefix}prompt_length", (made[opened_of(key)] >= 0).sum(), num)
         meter.add(f"{prefix}turns", sum(num_turns for _, num_turns in ends), num)
-        data.note(f"{prefix}{END}", place, [REASONS.index(reason) for reason in rollout.reasons(place[0])])
+        data.note(f"{prefix}{END}", whole, [REASONS.index(one) for one in rollout.reasons(place[0])], again_MC)
         for reason in REASONS:
             meter.add(f"{prefix}end_{reason}", counted[reason], num)
     if rollout.episodes is not None and call.name not in data.generations:

@@ -39,7 +39,7 @@ def begin(job: Job, call: Infer | Measure, run: Run, data: Iteration) -> "Infere
     """Returns the forwards of a Run; None if there is nothing left to do: where a function scores in the place of the
     model, and where ZeRO 3 shards its weights, so that each layer runs on all rows before the next one."""
     if job.workload.models[call.model] is None:
-        keep_scores(job, call, data, job.place(run), None)
+        keep_scores(job, call, data, job.place(run), None, run.round)
         return None
     passes = Measurement(job, call, run, data) if isinstance(call, Measure) else Inference(job, call, run, data)
     if job.models.sharded_by_zero(call) is None:
@@ -69,7 +69,7 @@ class Inference(Passes):
 
     def __init__(self, job: Job, call: Infer, run: Run, data: Iteration):
         super().__init__(job, call, run, job.models.model(call), [])
-        self.data, self.place, layout = data, job.place(run), job.layout(call)
+        self.data, self.place, self.round, layout = data, job.place(run), run.round, job.layout(call)
         prompts, responses = (data.store.at(key, self.place) for key in call.tokens)
         scorer = job.scorer if judges(job, call) and job.scorer is not None and job.scorer.texts is not None else None
         join, lengths = (Sequences.join, lengths_of) if scorer is None else (scorer.batch, scorer.lengths)
@@ -86,6 +86,8 @@ class Inference(Passes):
             return (*rows, ended_B, index_MC[row, columns.cpu()].tolist())
 
         self.used_MC = prompts[..., 0] >= 0  # places without a row have no prompt
+        if (again_MC := data.again(self.place, run.round)) is not None:
+            self.used_MC &= again_MC
         self.parts: list[tuple[int, Tensor]] = []  # of each micro-batch: its mini-batch and columns
         for row, used_C in enumerate(self.used_MC):
             (columns,) = torch.nonzero(used_C, as_tuple=True)
@@ -114,7 +116,9 @@ class Inference(Passes):
             return
         whole = torch.cat(self.results).float() if self.results else None
         if judges(self.job, self.call):
-            keep_scores(self.job, self.call, self.data, self.place, whole)
+            if whole is not None:
+                whole = whole.new_zeros(self.used_MC.shape).masked_scatter(self.used_MC, whole).flatten()
+            keep_scores(self.job, self.call, self.data, self.place, whole, self.round)
             return
         if self.call.outputs:
             values_MC = self.data.store.at(self.call.outputs[0], self.place)
@@ -162,13 +166,19 @@ def judges(job: Job, call: ModelCall) -> bool:
     return call.function == SCORES and job.config.algorithm.roles[call.model].judge
 
 
-def keep_scores(job: Job, call: ModelCall, data: Iteration, place: Place, of_model_B: Tensor | None) -> None:
-    """Stores the sum of the reward model's scores (None: there is no model, or no row) and the function's."""
+def keep_scores(
+    job: Job, call: ModelCall, data: Iteration, place: Place, of_model_B: Tensor | None, number: int = 0
+) -> None:
+    """Stores the sum of the reward model's scores (None: there is no model, or no row) and the function's, of the rows
+    that a round draws."""
+    again_MC = data.again(place, number)
     prompts, responses = (data.store.at(key, place).flatten(0, 1) for key in call.tokens)
     index_B, kept_B = data.prompt_MC[place].flatten(), None
     if (actions := actions_of(call.tokens[1])) in call.inputs:
         drawn_BG = data.store.at(actions, place).flatten(0, 1)
         responses, kept_B = last_turns(responses, drawn_BG), kept_of({actions: drawn_BG}, [actions])
+    if again_MC is not None:
+        kept_B = again_MC.flatten() if kept_B is None else kept_B & again_MC.flatten()
     if kept_B is not None:  # nobody judges rows that are dropped
         prompts, responses, index_B = prompts[kept_B], responses[kept_B], index_B[kept_B.cpu().numpy()]
         of_model_B = None if of_model_B is None else of_model_B[kept_B]
@@ -179,7 +189,9 @@ def keep_scores(job: Job, call: ModelCall, data: Iteration, place: Place, of_mod
         of_episode_B = (by_turn_BG if kept_B is None else by_turn_BG[kept_B]).sum(1)
         scores_B, logs = scores_B + of_episode_B, logs | {ENVIRONMENT: of_episode_B.tolist()}
     of_all_B = scores_B if kept_B is None else scores_B.new_zeros(len(kept_B)).index_put((kept_B,), scores_B)
-    data.store.at(call.outputs[0], place)[:] = of_all_B.unflatten(0, shape_of(place))
+    stored_MC, of_all_MC = data.store.at(call.outputs[0], place), of_all_B.unflatten(0, shape_of(place))
+    stored_MC[:] = of_all_MC if again_MC is None else torch.where(again_MC, of_all_MC, stored_MC)
+    kept_MC = None if kept_B is None else kept_B.unflatten(0, shape_of(place))
     name, meter = call.outputs[0].removesuffix("s"), job.meter(call, data)
     if job.config.reward_timeout_s:
         meter.add(TIMEOUTS, len(judged.late), len(scores_B))
@@ -187,15 +199,9 @@ def keep_scores(job: Job, call: ModelCall, data: Iteration, place: Place, of_mod
         found = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
         meter.add(f"{name}_{label}" if label else name, found.sum(), len(found))
         if label and values:
-            data.note(f"{name}_{label}", place, values if kept_B is None else _spread(values, kept_B.tolist()))
+            data.note(f"{name}_{label}", place, values, kept_MC)
         if not label or label in function_labels(job.config):
             meter.add(f"{name}_{label}_sq" if label else f"{name}_sq", found.square().sum(), len(found))
-
-
-def _spread(values: Sequence[float | None], kept: Sequence[bool]) -> list[float | None]:
-    """Spreads the numbers of the rows that are kept among all rows, of which the others have none."""
-    left = iter(values)
-    return [next(left) if is_kept else None for is_kept in kept]
 
 
 def add_functions(
