@@ -62,7 +62,12 @@ def _without_effect(config: Config) -> Iterator[Rule]:
         (("eval.", "checkpoint.best"), evaluates, "eval.prompts=FILE"),
         (tuple(f"eval.{name}" for name in GENERATED), generates or not evaluates, "an algorithm that generates"),
         (("eval.patience",), config.checkpoint.best or not evaluates, "checkpoint.best=METRIC"),
-        (TRACKER, config.wandb, "wandb=PROJECT"),
+        (TRACKER[:1], config.wandb, "wandb=PROJECT"),
+        (
+            TRACKER[1:],
+            config.wandb or config.mlflow or config.trackio,
+            "wandb=PROJECT, mlflow=EXPERIMENT or trackio=PROJECT",
+        ),
         (("rollouts.format",), config.rollouts.every, "rollouts.every=1"),
         (("optimizer.min_lr_ratio",), config.optimizer.schedule != "constant", "optimizer.schedule=cosine"),
         (ADAPTERS, adapters, "lora.rank=16"),

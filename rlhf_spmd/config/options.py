@@ -260,6 +260,8 @@ class Config(OptionTree):
     deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0
     num_samples: NonNegativeInt = 3  # number of prompts whose responses are shown before and after training; 0: none
     wandb: str = ""  # project at Weights & Biases to log to; empty: nothing is logged there
+    mlflow: str = ""  # experiment at MLflow to log to; empty: nothing is logged there
+    trackio: str = ""  # project of trackio to log to; empty: nothing is logged there
     data: DataOptions = DataOptions()
     generation: Generation = Generation()
     episode: Episode = Episode()

@@ -31,6 +31,8 @@ MAY_CHANGE = (
     "device",
     "parity_tolerance",
     "wandb",
+    "mlflow",
+    "trackio",
     "reward_workers",
     "environment_workers",
     "episode.on_failure",  # a group that is dropped makes a run inexact anyway

@@ -1,4 +1,4 @@
-"""Writes a run's metrics for TensorBoard, and for Weights & Biases if `wandb=PROJECT` is set. On rank 0 only.
+"""Writes a run's metrics for TensorBoard, and for Weights & Biases, MLflow and trackio if they are set. On rank 0 only.
 
 metrics.jsonl (run_folder.py) is the record of a run: a run whose curves can't be written continues without them, and a
 resumed run overwrites the points of iterations that it repeats.
@@ -15,8 +15,11 @@ from typing import Any, Protocol
 
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.records.mlflow_curves import MLFLOW_ID, Mlflow
+from rlhf_spmd.runtime.records.trackio_curves import TRACKIO_ID, Trackio
 
 WANDB_ID = "wandb_id"  # a file of the run folder with the id by which a resumed run finds its curves
+TRACKED = (WANDB_ID, MLFLOW_ID, TRACKIO_ID)
 START_S = 30.0  # timeout of the server
 
 
@@ -38,12 +41,19 @@ class Curves:
         self.purge_step: int | None = None  # TensorBoard drops earlier points of this step and later ones
         self._writers: dict[str, Writer] = {"TensorBoard": TensorBoard(self)}
 
-    def start_wandb(self, config: Config, options: Mapping[str, Any]) -> str:
-        """Starts or resumes the run at Weights & Biases, once -> its address; offline, its folder. Raises UserError."""
-        if "Weights & Biases" in self._writers:
-            return ""
-        self._writers["Weights & Biases"] = writer = Wandb(self.folder, config, options)
-        return str(writer.run.dir if writer.run.offline else writer.run.url)
+    def start_trackers(self, config: Config, options: Mapping[str, Any]) -> list[str]:
+        """Starts or resumes the run at each tracker that is set, once. Returns where it is there. Raises UserError."""
+        trackers: dict[str, tuple[str, Any]] = {
+            "Weights & Biases": (config.wandb, Wandb),
+            "MLflow": (config.mlflow, Mlflow),
+            "trackio": (config.trackio, Trackio),
+        }
+        places = []
+        for name, (project, make) in trackers.items():
+            if project and name not in self._writers:
+                self._writers[name] = writer = make(self.folder, config, options)
+                places.append(f"{name}: {writer.place}")
+        return places
 
     def add(self, iteration: int, values: Mapping[str, float]) -> None:
         """Adds a point to each curve. values: by group/metric, such as reward/kl. After an error the run goes on
@@ -95,6 +105,11 @@ class Wandb:
             text = f"wandb={config.wandb}: Weights & Biases can't be used ({str(error).strip()})"
             raise UserError(f"{text}; run `wandb login`, or set WANDB_MODE=offline") from None
         path.write_text(name, encoding="utf-8")
+
+    @property
+    def place(self) -> str:
+        """The address of the run; offline, its folder."""
+        return str(self.run.dir if self.run.offline else self.run.url)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)

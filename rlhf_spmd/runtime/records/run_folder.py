@@ -9,7 +9,7 @@
     algorithm.py    the algorithm's page, if it is the user's
     evaluations.jsonl one object per evaluation, with eval.prompts; best/ROLE/ the model with the best checkpoint.best
     rollouts/       every sample of some iterations, with rollouts.every
-    wandb_id, wandb/ with `wandb=PROJECT`
+    wandb_id, wandb/, mlflow_id, trackio_id: with wandb=, mlflow= or trackio=PROJECT
 
 Only a resumed run writes into an existing folder, and only into its own.
 """
@@ -38,11 +38,11 @@ from rlhf_spmd.files.printing import formatted, on_one_line
 from rlhf_spmd.plan.calls import Workflow
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.failure.failures import advice
-from rlhf_spmd.runtime.records.loggers import WANDB_ID, Curves
+from rlhf_spmd.runtime.records.loggers import TRACKED, Curves
 from rlhf_spmd.runtime.world.trace import write_chrome
 
 CONFIG, METRICS, EVALUATIONS = "config.json", "metrics.jsonl", "evaluations.jsonl"
-BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "algorithm.py", "wandb", WANDB_ID)
+BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "algorithm.py", "wandb", *TRACKED)
 DESCRIPTION = (CONFIG, "strategy.py", "program.json", "cluster.toml", "algorithm.py")  # copied into checkpoints
 TEXTS = ("tokens_sha256",)  # metrics that are no numbers
 FIND_S = 10.0  # after which a shared file system shows a new folder on all hosts

@@ -216,9 +216,8 @@ def describe(prepared: Prepared, folder: RunFolder, origin: Origin, summary: str
     named = origin.strategy if origin.comes_with_package else str(folder.shown / "strategy.py")
     options = resolved(job.config, strategy=named)
     with job.world.together("describing the run"):
-        if job.config.wandb and folder.writes:  # first, since it may fail
-            place = folder.curves.start_wandb(job.config, options)
-            folder.notes += [f"Weights & Biases: {place}"] if place else []
+        if folder.writes:  # first, since it may fail
+            folder.notes += folder.curves.start_trackers(job.config, options)
         if origin.resumed is not None and folder.writes:
             remove_drafts(folder.path / "checkpoints")
             folder.keep_metrics(history)

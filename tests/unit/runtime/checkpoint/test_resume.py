@@ -28,7 +28,7 @@ OF_PPO = {"kl_coef": 0.1, "score_moments": MOMENTS, "value_moments": MOMENTS}
 ABOUT = {"inputs": {"prompts in x": "abc"}, "surroundings": {"torch": "2.11"}}
 STATE = {"state": OF_PPO, "ahead": 0} | ABOUT
 
-MAY_CHANGE = {"deadline_s", "device", "device_type", "parity_tolerance", "wandb", "micro_batch"}
+MAY_CHANGE = {"deadline_s", "device", "device_type", "parity_tolerance", "wandb", "mlflow", "trackio", "micro_batch"}
 MAY_CHANGE |= {"reward_workers", "reward_timeout_s", "environment_workers", "data.epochs", "episode.on_failure"}
 MAY_CHANGE |= {"forecast_lengths", "forecast_episodes", "forecast_failed_groups"}
 MAY_CHANGE |= {f"generation.{name}" for name in ("max_sequences", "block_size", "cache_fraction")}
