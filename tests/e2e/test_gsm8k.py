@@ -103,7 +103,7 @@ def test_the_first_try_of_the_page(folder, warm):
     assert [row["iteration"] for row in evaluations] == [0, 2]
     assert named - rows[0].keys() - evaluations[0].keys() == set()  # the metrics that the page explains are there
     samples = (run / "samples.txt").read_text(encoding="utf-8")
-    assert "<|im_start|>user" in samples and "Write the answer after ####" in samples
+    assert "How many" in samples and "<|im_start|>" not in samples  # what the user said, without the template
 
 
 def test_check_understands_the_file(folder, monkeypatch, capsys):

@@ -25,11 +25,9 @@ def test_a_resumed_run_has_the_time_of_its_first_start(warm, tmp_path):
     status, stdout, stderr = warm.run(["train", *words])
     assert status == 0 and "the chat template writes the time " in stdout, stderr
     run = tmp_path / "a"
-    (prompt,) = [
-        json.loads(line)["prompt"] for line in (run / "samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-    ]
+    samples = (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     started = json.loads((run / "program.json").read_text(encoding="utf-8"))["started"]
-    assert f"{started[17:26]} Hello" in prompt
+    assert samples and all(f"{started[17:26]} Hello" in json.loads(line)["prompt"] for line in samples)
     status, stdout, stderr = warm.run(["train", "--resume", run, "iterations=2"])
     assert status == 0 and "resumed" in stdout, stderr
     newest = run / "checkpoints" / "iteration-000002" / "program.json"

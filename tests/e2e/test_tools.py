@@ -93,11 +93,11 @@ def test_episodes_are_shown_by_turns(whole, capsys):
     *lines, _, result = capsys.readouterr().out.rstrip().split("\n")
     assert max(map(len, lines)) <= 80 and json.loads(result)["matching"] > 0
     assert sum(line.startswith("  1 call   lookup") for line in lines) > 0 and "    ended: completed" in lines
-    (sample,) = map(json.loads, (whole / "samples.jsonl").read_text(encoding="utf-8").rstrip().split("\n"))
-    assert all("ended: " in sample[when] and " 1 " in sample[when] for when in ("before", "after"))
+    samples = [json.loads(line) for line in (whole / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert all("ended: " in one[when] and " 1 " in one[when] for one in samples for when in ("before", "after"))
     assert main(["report", str(whole), "--out", str(whole / "report.html")]) == 0
     page = (whole / "report.html").read_text(encoding="utf-8")
-    assert page.count('class="text turns"') == 2
+    assert page.count('class="text turns"') == 2 * len(samples)
     shown = page.partition("<details>")[0]
     assert all(f">{name}<" in shown for name in ("turns", "tool_calls", "tool_failures", "reward"))
 

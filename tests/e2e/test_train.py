@@ -88,7 +88,7 @@ def test_run_folder(finished):
     assert result["saved"] == ["actor"] and (folder / "actor" / "config.json").is_file()
     assert not (folder / "critic").exists()
     assert list(folder.glob("events.out.tfevents.*"))
-    assert len((folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()) == 3
+    assert len((folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()) == 4 * 3  # 3 of them are shown
     assert (folder / "timeline.png").read_bytes()[:4] == b"\x89PNG"
     for path in (folder.parent, folder):
         assert not path.stat().st_mode & 0o007, "a run folder is not for the world"
@@ -211,7 +211,7 @@ def test_a_dry_run_prints_what_check_does_and_leaves_nothing(overrides, warm, tm
     assert (status, stderr) == (0, "")
     result = json.loads(stdout.splitlines()[-1])
     assert (result["strategy"], result["layout"], result["ok"]) == ("reallocation", "1x2", True)
-    assert stdout.splitlines()[-2].startswith("No findings: every message has its receiver")
+    assert stdout.splitlines()[-2].startswith("No findings: messages arrive")
     assert stdout.count("Run actor_generate") >= 1
     assert not (tmp_path / "runs").exists()
 
