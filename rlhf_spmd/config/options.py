@@ -258,7 +258,8 @@ class Config(OptionTree):
     parity_tolerance: NonNegative | None = None
     # number of seconds without activity after which a job counts as hung
     deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0
-    num_samples: NonNegativeInt = 3  # number of prompts whose responses are shown before and after training; 0: none
+    # number of prompts whose responses are shown before and after training, of four times as many; 0: none
+    num_samples: NonNegativeInt = 3
     wandb: str = ""  # project at Weights & Biases to log to; empty: nothing is logged there
     mlflow: str = ""  # experiment at MLflow to log to; empty: nothing is logged there
     trackio: str = ""  # project of trackio to log to; empty: nothing is logged there
