@@ -27,7 +27,7 @@ SIZES = ("llama-7b", "llama-13b", "llama-33b", "llama-65b")  # APP's
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "auto")
 TEXT = "On Sunday Dora went to Vienna by boat, and her brother came by train. " * 40
 NO_MEMORY = ("ran out of memory", "memory ran out", "GiB, and may use")  # in errors of a rank, a host and a check
-OF_SLURM = ("srun:", "slurmstepd:")  # which tell that ranks have ended, not why
+OF_SLURM = ("srun", "slurmstepd")  # which tell that ranks have ended, not why
 KEY = ("algorithm", "preset", "layout", "strategy", "overrides")  # of a cell
 
 
