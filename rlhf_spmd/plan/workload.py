@@ -253,9 +253,9 @@ class Workload:
         prompts = self.forecast_lengths.prompts or (self.max_prompt,)
         return max(1, round(sum(prompts) / len(prompts))), max(1, round(self.forecast_lengths.mean))
 
-    def num_different(self, columns: range) -> float:
-        """Returns the number of different prompts of these columns in an iteration: where the samples of a prompt are
-        not neighbours, the expected number in a random order."""
+    def num_distinct_prompts(self, columns: range) -> float:
+        """Returns the number of distinct prompts of these columns in an iteration. If samples of a prompt are spread
+        over the batch, this is the expectation over random orders."""
         samples, num_rows = self.samples_per_prompt, self.num_mini_batches * len(columns)
         if self.group_size < samples:
             absent = prod(max(0.0, 1 - num_rows / (self.num_sequences - i)) for i in range(samples))
@@ -265,10 +265,10 @@ class Workload:
         return len(set().union(*parts))
 
     def generated_rows(self, columns: range) -> list[tuple[int, int]]:
-        """Returns tokens of prompt and response of the rows of these columns, in the order in which an engine begins
-        them. It computes equal prompts once: a row whose prompt an earlier one has is 0 tokens of it."""
+        """Returns the tokens of prompt and response of each row of these columns, in the order in which an engine
+        begins them. The engine computes equal prompts once, so only the first row of a prompt has its tokens."""
         (prompt, response), num_rows = self.row_lengths, self.num_mini_batches * len(columns)
-        different = self.num_different(columns)
+        different = self.num_distinct_prompts(columns)
         begun = [ceil(row * different / num_rows - ROUNDED) for row in range(num_rows + 1)]
         return [(prompt * (after > before), response) for before, after in pairwise(begun)]
 

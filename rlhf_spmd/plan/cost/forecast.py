@@ -79,7 +79,7 @@ class _Costs:
         alone = self.program.workload.workflow.call(run.call).kind == "generate"  # no two mini-batches are alike
         number = run.mini_batch if alone else run.mini_batch is None
         places = self.decoded_of(run.call)[rank] if alone else 0
-        different = self.program.workload.num_different(columns) if alone else 0
+        different = self.program.workload.num_distinct_prompts(columns) if alone else 0
         return run.call, run.phase, number, len(columns), self.sites[site], places, different, run.round
 
     def _run_s(self, call: ModelCall, layout: Layout, rank: int, run: Run) -> float:

@@ -330,7 +330,7 @@ class Cost:
         return of_sequences(self.workload.forecast_lengths, self.workload.max_response)
 
     def prompts_s(self, call: ModelCall, layout: Layout, rank: int, rows: Lengths) -> float:
-        """Returns seconds of the prompts of some rows through all stages; those of one with 0 tokens are computed."""
+        """Returns seconds of the prompts of some rows through all stages. One of 0 tokens is in the cache already."""
         if not (fresh := [prompt for prompt, _ in rows if prompt]):
             return 0.0
         number, tokens = layout.pp if self.calibration.pipelined_prefill else 1, sum(fresh)

@@ -280,7 +280,7 @@ class CallCosts:
         last = layout.rank_at(layout.dp - 1, 0, 0)
         columns = layout.columns(last, workload.mini_batch)
         shards = {layout.columns(rank, workload.mini_batch) for rank in layout.ranks}
-        rows = workload.generated_rows(max(shards, key=lambda one: (len(one), workload.num_different(one))))
+        rows = workload.generated_rows(max(shards, key=lambda one: (len(one), workload.num_distinct_prompts(one))))
         slow = self._slowdown(mesh)
         few = min(workload.max_sequences, DECODE_MINI_BATCHES * len(columns))
         gather_s = self.cost.gather_s(call, layout, last)

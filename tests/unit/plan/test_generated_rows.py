@@ -43,7 +43,7 @@ def test_samples_that_are_neighbours_share_a_prompt(algorithm, mini_batch, sampl
         columns = layout.columns(rank, mini_batch)
         different = len(set(prompts_of(workload, columns, 0)))
         rows = workload.generated_rows(columns)
-        assert sum(prompt > 0 for prompt, _ in rows) == workload.num_different(columns) == different
+        assert sum(prompt > 0 for prompt, _ in rows) == workload.num_distinct_prompts(columns) == different
         assert len(rows) == len(columns) * workload.num_mini_batches and rows[0][0] == 8
 
 
@@ -52,7 +52,7 @@ def test_samples_in_a_random_order_are_expected_to_share_some():
     assert workload.group_size == 1, "the samples of a prompt are spread"
     for columns in (range(3), range(12)):
         found = fmean(len(set(prompts_of(workload, columns, number))) for number in range(300))
-        assert workload.num_different(columns) == pytest.approx(found, rel=0.02)
+        assert workload.num_distinct_prompts(columns) == pytest.approx(found, rel=0.02)
 
 
 @pytest.mark.parametrize("places", [24, 5])
