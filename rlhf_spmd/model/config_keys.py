@@ -155,9 +155,12 @@ def windows_in(
     """Returns (window or None, the layers that have it: all, or those of layer_types, without rope, or from
     max_window_layers on)."""
     said = {key: values.get(key) for key in family.windows}
+    types = said.get("layer_types")
     if not family.full_step and not (said.get("sliding_window") and said.get("use_sliding_window", True)):
+        if isinstance(types, list) and "sliding_attention" in types:
+            raise UserError("'layer_types' names sliding_attention, but no window is set and used; correct one of them")
         return None, ()
-    window, types = integer(values, "sliding_window"), said.get("layer_types")
+    window = integer(values, "sliding_window")
     if "layer_types" not in said:
         return window, tuple(range(num_layers))
     if types is None and family.without_rope:

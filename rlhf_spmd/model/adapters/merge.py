@@ -19,6 +19,7 @@ from rlhf_spmd.model.adapters.files import check_base, is_layer, read_adapter
 from rlhf_spmd.model.adapters.uniform import is_whole, model_files
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.model.families import FAMILIES
+from rlhf_spmd.model.families.family import Family
 from rlhf_spmd.model.stored_parts import ours_of, stored_of, to_hf_name
 from rlhf_spmd.model.transformer import Transformer
 
@@ -72,7 +73,7 @@ def merge_into(
     state = {to_hf_name(name): weight for name, weight in ours.items()}
     if differs := bool(family.joint or family.layer_names):
         state = stored_of(ours, model.config)
-    sides = {name: one.T if family.transposed and is_layer(name, one.shape) else one for name, one in state.items()}
+    sides = sides_of(state, family)
     check_base(config, factors, saved, {name: weight.shape for name, weight in sides.items()})
     num_updated = num_lost = 0
     dtype = next(iter(state.values())).dtype
@@ -87,6 +88,11 @@ def merge_into(
     if wrong := next((name for name, weight in state.items() if not weight.isfinite().all()), ""):
         raise UserError(f"with it {wrong} has numbers that are not finite in {dtype}; give a base of a wider type")
     return Merged(num_updated, num_lost, dtype)
+
+
+def sides_of(stored: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
+    """Returns the tensors of a folder with matrices of layers as [outputs, inputs]."""
+    return {name: one.T if family.transposed and is_layer(name, one.shape) else one for name, one in stored.items()}
 
 
 def _untied(model: Transformer) -> Transformer:

@@ -1,6 +1,7 @@
 """Adapters in folders as a run has them: the same rank, scale and targets in all layers. Plain Python without torch."""
 
 import filecmp
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from rlhf_spmd.model.adapters.config import (
     is_target,
     merge_here,
 )
-from rlhf_spmd.model.config import naming, read_config_json, read_json
+from rlhf_spmd.model.config import ModelConfig, naming, read_config_json, read_json
 from rlhf_spmd.model.families import FAMILIES
 from rlhf_spmd.model.stored_names import BODY, stored_name
 from rlhf_spmd.model.texts.tokenizer_files import GENERATION, Texts, has_tokenizer, same_behaviour
@@ -129,35 +130,35 @@ def has_own_head(files: ModelFiles) -> bool:
     return bool(files.adapter) and adapters_in(files.adapter, files.folder)[1].head == "scalar"
 
 
-def layer_paths(num_layers: int) -> dict[str, list[str]]:
-    """Finds the layers that can have adapters, and their paths."""
-    inside = {name: "self_attn" if name in OF_ATTENTION else "mlp" for name in LINEAR_LAYERS}
-    return {
-        name: [f"model.layers.{layer}.{block}.{name}" for layer in range(num_layers)] for name, block in inside.items()
-    }
+def layer_paths(model: ModelConfig) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Finds the layers that can have adapters: their paths in a folder -> our names of them, several where one matrix
+    of a folder is several of ours."""
+    family, layers = FAMILIES[model.model_type], dict[tuple[str, ...], tuple[str, ...]]()
+    joint = {inner: matrix for matrix, rows in family.joint.items() for inner in rows}
+    for name in (name for name in LINEAR_LAYERS if name != "gate_proj" or not model.plain_mlp):
+        inner = f"{'self_attn' if name in OF_ATTENTION else 'mlp'}.{name}"
+        places = (f"{BODY}layers.{layer}.{joint.get(inner, inner)}." for layer in range(model.num_layers))
+        paths = tuple(stored_name(place, family)[:-1] for place in places)
+        layers[paths] = (*layers.get(paths, ()), name)
+    return layers
 
 
 def adapters_in(folder: str, base: str) -> tuple[Adapters, AdapterConfig]:
     """Returns the adapters in a folder, as options of a run describe them. base: the folder of their base. Raises
     UserError for what is not supported, and if they are not the same in all layers."""
     values = read_json(Path(folder) / CONFIG)
-    model = read_config_json(Path(base) / "config.json")
-    paths = layer_paths(model.num_layers)
+    layers = layer_paths(read_config_json(Path(base) / "config.json"))
     with naming(Path(folder) / CONFIG):
-        family = FAMILIES[model.model_type]
-        stored = [stored_name(f"{BODY}layers.0.{name}.", family)[:-1] for name in (*family.joint, *family.layer_names)]
-        if others := [path for path in stored if is_target(values, path)]:
-            kind = "several matrices of a run" if family.joint else "a matrix of another name in a run"
-            raise UserError(f"it changes {others[0]}, which is {kind}; {merge_here(folder)}")
-        every = [*OUTER, *(path for some in paths.values() for path in some)]
+        every = [*OUTER, *(path for paths in layers for path in paths)]
         config = from_peft(values, [path for path in every if is_target(values, path)], folder)
         others = [*filter(config.adapts, OUTER), *(name for name in config.modules_to_save if name not in SCORES)]
         if others:
             raise UserError(f"it changes {others[0]}, which a run can't adapt; {merge_here(folder)}")
-        targets = tuple(name for name, some in paths.items() if any(map(config.adapts, some)))
-        adapted = [path for name in targets for path in paths[name]]
-        settings = {(config.rank_of(path), config.alpha_of(path)) for path in adapted}
-        if len(settings) != 1 or not all(map(config.adapts, adapted)):
+        adapted = [(path, layers[paths]) for paths in layers if any(map(config.adapts, paths)) for path in paths]
+        parts = [_parts(config, path, names) for path, names in adapted]
+        targets = tuple(name for name in LINEAR_LAYERS if any(name in names for names, _ in parts))
+        settings = {setting for _, setting in parts}
+        if len(settings) != 1 or not all(config.adapts(path) for path, _ in adapted):
             raise UserError(
                 "it adapts no layer of its base, or has not the same rank and alpha in all layers, as a run has "
                 "(layers_to_transform, rank_pattern, alpha_pattern); give the base that it was made for, or "
@@ -165,3 +166,17 @@ def adapters_in(folder: str, base: str) -> tuple[Adapters, AdapterConfig]:
             )
         ((rank, alpha),) = settings
         return Adapters(rank, float(alpha), targets, config.rslora), config
+
+
+def _parts(config: AdapterConfig, path: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, float]]:
+    """Returns which of our layers the factors of a matrix in a folder adapt, and the rank and alpha of each.
+
+    names: of the layers that are its rows. All of them have its A, unless a run has written it: then those that are
+    targets, too, each with a part of A.
+    """
+    rank, alpha = config.rank_of(path), config.alpha_of(path)
+    written = tuple(name for name in names if name in config.targets)
+    if rank != len(written) * config.rank:
+        return names, (rank, alpha)
+    width = math.sqrt(len(written)) if config.rslora else len(written)
+    return written, (config.rank, round(alpha / width, 9))

@@ -11,11 +11,13 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
 from rlhf_spmd.model.adapters.config import OUTER, AdapterConfig, merge_here
 from rlhf_spmd.model.adapters.files import Factors, check_base, read_adapter, write_adapter
+from rlhf_spmd.model.adapters.merge import sides_of
 from rlhf_spmd.model.adapters.uniform import BASE_HERE, adapters_in, model_files
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.model.families import FAMILIES
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
-from rlhf_spmd.model.stored_parts import stored_path, to_hf_name
+from rlhf_spmd.model.stored_names import stored_name
+from rlhf_spmd.model.stored_parts import parts_of, stored_of, stored_path, to_hf_name
 from rlhf_spmd.model.texts.tokenizer_files import Texts
 from rlhf_spmd.model.transformer import Head, Transformer
 from rlhf_spmd.plan.adapters import A, B
@@ -34,15 +36,16 @@ def save_adapter(state: Mapping[str, Tensor], model: Transformer, folder: Path, 
     saved = {to_hf_name(name): one for name, one in state.items() if not name.endswith((f".{A}", f".{B}"))}
     joint, num_parts = _joined(factors, adapters.targets, model)
     names = FAMILIES[model.config.model_type].layer_names
+    parts = {name for rows in FAMILIES[model.config.model_type].joint.values() for name in map(_last, rows)}
     inner = {layer: layer.split(".", 2)[2] for layer in joint}
-    ends = {layer: names.get(name, name) if names else name.rpartition(".")[2] for layer, name in inner.items()}
+    ends = {layer: names.get(name, name) if names else _last(name) for layer, name in inner.items()}
     num_parts = {ends[layer]: num for layer, num in num_parts.items()}
     widths = {name: math.sqrt(num) if adapters.rslora else num for name, num in num_parts.items()}
     config = AdapterConfig(
         adapters.rank,
         int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha,  # as peft writes it
         adapters.rslora,
-        tuple(sorted({*ends.values()})),
+        tuple(sorted({*ends.values()} | (parts & {*adapters.targets}))),  # parts: which `adapters_in` reads
         {name: adapters.rank * num for name, num in num_parts.items()},
         {name: adapters.alpha * width for name, width in widths.items()},
         modules_to_save=tuple(sorted(name.removesuffix(".weight") for name in saved)),
@@ -60,7 +63,7 @@ def _joined(factors: Factors, targets: Collection[str], model: Transformer) -> t
     joint, num_parts, family = dict(factors), dict[str, int](), FAMILIES[model.config.model_type]
     whole = Transformer(model.config, head=model.head, device="meta").state_dict()
     for matrix, rows in family.joint.items():
-        num = sum(inner.rpartition(".")[2] in targets for inner in rows)
+        num = sum(_last(inner) in targets for inner in rows)
         if not num:
             continue
         for layer in range(model.config.num_layers):
@@ -88,17 +91,46 @@ def take_adapter(model: Transformer, folder: str | Path) -> None:
             raise UserError(f"it changes {other}, which a run can't adapt; {merge_here(folder)}")
         if config.head == "scalar" and model.head == "lm":
             raise UserError("it is of a critic or reward model (SEQ_CLS), and a language model is wanted")
-        check_base(config, factors, saved, {to_hf_name(name): one.shape for name, one in whole.state_dict().items()})
+        sides = sides_of(stored_of(whole.state_dict(), model.config), FAMILIES[model.config.model_type])
+        check_base(config, factors, saved, {name: one.shape for name, one in sides.items()})
         if config.head == "scalar" and not saved:
             raise UserError("it lacks score.weight; copy its files again")
-    values = {
-        f"{path.removeprefix('model.')}.{kind}": one
-        for path, two in factors.items()
-        for kind, one in zip((A, B), two, strict=True)
-    } | saved
+        values = _apart(factors, model, folder) | saved
     for name, weight in model.named_parameters():
         if name in values:
             weight.copy_(values[name][slice_of(name, model.config, model.parallel.shard)])
+
+
+def _apart(factors: Factors, model: Transformer, folder: str | Path) -> dict[str, Tensor]:
+    """Returns factors of a folder as those of our layers, the inverse of `_joined`: of a matrix that is several of
+    ours, their rows of B, and all of A or their part of it. Raises UserError for numbers that none of them has."""
+    adapters, family, apart = model.adapters, FAMILIES[model.config.model_type], dict[str, Tensor]()
+    assert adapters is not None, "the model has adapters"
+    place = {inner: number for rows in family.joint.values() for number, inner in enumerate(filter(adapters.has, rows))}
+    left = {path: int(b.count_nonzero()) for path, (_, b) in factors.items()}
+    whole = Transformer(model.config, head=model.head, device="meta")
+    shapes = {name: weight.shape for name, weight in whole.state_dict().items()}
+    for name in shapes:
+        layer, _, kind = name.rpartition(".")
+        if kind != "weight" or not adapters.has(layer):
+            continue
+        parts = parts_of(name, shapes, model.config)
+        path = stored_name(parts[0].there, family).removesuffix(".weight")
+        a, b = factors[path]
+        if parts[0].inside:
+            b = torch.cat([b[part.at : part.at + part.num_rows] for part in parts])
+        if len(a) > adapters.rank:
+            first = place[layer.split(".", 2)[2]] * adapters.rank
+            a, b = a[first : first + adapters.rank], b[:, first : first + adapters.rank]
+        left[path] -= int(b.count_nonzero())
+        apart |= {f"{layer}.{A}": a, f"{layer}.{B}": b}
+    if wrong := next((path for path, num in left.items() if num), ""):
+        raise UserError(f"the factors of {wrong} are not those of {', '.join(adapters.targets)}; {merge_here(folder)}")
+    return apart
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def load_any(

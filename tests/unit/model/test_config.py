@@ -89,6 +89,10 @@ def test_older_names_of_longrope():
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "kinds of layers"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "'no_rope_layers' must have a 1 or, for a layer"),
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        (
+            {"model_type": "smollm3", "sliding_window": 3, "layer_types": ["sliding_attention"] * 3},
+            "'layer_types' names sliding_attention, but no window is set and used",
+        ),
         ({"model_type": "granite", "logits_scaling": 0}, "'logits_scaling' is 0, but must be a positive number"),
         ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act 'silu' is not supported; .* gelu_pytorch_tanh"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention True"),

@@ -10,10 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
-from rlhf_spmd.model.adapters.files import PREFIX, read_adapter
+from rlhf_spmd.model.adapters.config import AdapterConfig
+from rlhf_spmd.model.adapters.files import PREFIX, read_adapter, write_adapter
 from rlhf_spmd.model.adapters.merge import merge
 from rlhf_spmd.model.adapters.uniform import adapters_in, is_adapter
 from rlhf_spmd.model.adapters.unmerged import load_any, save_adapter, take_adapter
+from rlhf_spmd.model.families import FAMILIES
 from rlhf_spmd.model.parallel import Parallel, slice_of
 from rlhf_spmd.model.texts.tokenizer_files import same_behaviour
 from rlhf_spmd.plan.adapters import LINEAR_LAYERS, Adapters
@@ -102,12 +104,47 @@ def test_adapters_are_written_under_the_names_of_a_family(targets, family, tmp_p
     save_adapter(state, model, tmp_path / "adapter", hf.Texts(base), base=base)
     layers = {path for path in read_adapter(tmp_path / "adapter")[1] if ".0." in path}
     assert layers == {place + name for name, ours in matrices.items() if {*ours.split()} & {*targets}}
-    with pytest.raises(UserError, match=f"{place}({'|'.join(matrices)}), which is (several|a) matri.* run; merge it"):
-        load_any(str(tmp_path / "adapter"), head="lm", dtype=torch.float32)
+    again = load_any(str(tmp_path / "adapter"), head="lm", dtype=torch.float32)
+    assert again.state_dict().keys() == model.state_dict().keys() and again.adapters.scale == model.adapters.scale
+    assert all(torch.equal(one, model.state_dict()[name]) for name, one in again.state_dict().items())
     merge(tmp_path / "adapter", tmp_path / "merged")
     merged, tokens_BT = hf.load_model(tmp_path / "merged", head="lm"), torch.arange(12).view(2, 6)
     with torch.no_grad():
         torch.testing.assert_close(merged.logits(merged(tokens_BT)), model.logits(model(tokens_BT)))
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+@pytest.mark.parametrize("listed", [True, False])
+def test_adapters_of_peft_by_the_names_of_a_family(listed, family, tmp_path):
+    """Of a matrix that is several of ours each has its A; a run that goes on from it writes it again with more."""
+    fields, place, matrices = WRITTEN[family]
+    base, draw = write_model(tmp_path / "base", model_type=family, **fields), torch.Generator().manual_seed(2)
+    stored = load_file(base / "model.safetensors")
+    turned = FAMILIES[family].transposed
+    paths = [f"{place}{name}".replace("0", layer) for name in matrices for layer in "01"]
+    sizes = {path: stored[f"{path}.weight"].shape[:: -1 if turned else 1] for path in paths}
+    factors = {
+        path: (torch.randn(3, num, generator=draw), torch.randn(out, 3, generator=draw))
+        for path, (out, num) in sizes.items()
+    }
+    more = LINEAR_LAYERS  # lists for several families name them, too
+    config = AdapterConfig(3, 4.0, listed, (*matrices, *more) if listed else tuple(paths), base=str(base))
+    write_adapter(tmp_path / "theirs", config, factors, {})
+    model, tokens_BT = load_any(str(tmp_path / "theirs"), head="lm", dtype=torch.float32), torch.arange(12).view(2, 6)
+    adapters = model.adapters
+    assert (adapters.rank, adapters.alpha, adapters.rslora) == (3, 4.0, listed)
+    merge(tmp_path / "theirs", tmp_path / "merged")
+    merged = hf.load_model(tmp_path / "merged", head="lm")
+    with torch.no_grad():
+        expected = merged.logits(merged(tokens_BT))
+        torch.testing.assert_close(model.logits(model(tokens_BT)), expected, atol=2e-4, rtol=1e-4)
+    state = {key: one for key, one in model.state_dict().items() if key in model.trained_names()}
+    save_adapter(state, model, tmp_path / "ours", hf.Texts(base), base=base)
+    again = load_any(str(tmp_path / "ours"), head="lm", dtype=torch.float32)
+    assert again.adapters == adapters
+    assert all(torch.equal(one, model.state_dict()[name]) for name, one in again.state_dict().items())
+    ranks = {len(a) for a, _ in read_adapter(tmp_path / "ours")[1].values()}
+    assert ranks == {3 * len(ours.split()) for ours in matrices.values()}
 
 
 def test_the_folder_has_the_tokenizer_and_the_tokens_that_are_never_drawn(tmp_path):
@@ -143,3 +180,15 @@ def test_stored_embeddings_are_refused(tmp_path):
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(UserError, match="it changes model.embed_tokens.weight, which a run can't adapt; merge it"):
         load_any(str(folder), head="lm", dtype=torch.float32)
+
+
+def test_factors_of_a_joint_matrix_that_no_layer_takes_are_refused(tmp_path):
+    """A folder says that it has adapters of queries alone, as a run writes them, and its numbers say otherwise."""
+    base = write_model(tmp_path / "base", model_type="phi3")
+    factors = {
+        f"model.layers.{layer}.self_attn.qkv_proj": (torch.ones(2, 32), torch.eye(64, 2).roll(shift, 0))
+        for layer, shift in enumerate((3, 31))
+    }
+    write_adapter(tmp_path / "one", AdapterConfig(2, 4, False, ("q_proj", "qkv_proj"), base=str(base)), factors, {})
+    with pytest.raises(UserError, match=r"layers\.1\.self_attn\.qkv_proj are not those of q_proj; merge it"):
+        load_any(str(tmp_path / "one"), head="lm", dtype=torch.float32)
