@@ -63,6 +63,11 @@ SHAPES = {  # uneven everywhere: heads, intermediate 13, vocabulary 37
         "layers_without_rope": (0, 3),
         **{"local_rope_theta": 100.0, "norms": "both", "attention_cap": 1.0, "logits_cap": 2.0},
     },
+    "gemma 2": {
+        **{"model_type": "gemma2", "num_heads": 6, "num_kv_heads": 3, "tie_embeddings": True, "norms": "both"},
+        **{"norm_offset": True, "scales_embeddings": True, "activation": "gelu_pytorch_tanh", "attention_size": 9.0},
+        **{"attention_cap": 1.0, "logits_cap": 2.0, "sliding_window": 3, "sliding_layers": (0, 2)},
+    },
     "beside each other": {
         **{"model_type": "gpt_neox", "num_heads": 6, "num_kv_heads": 6, "parallel_residual": True, "layer_norm": True},
         **{"plain_mlp": True, "attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
@@ -225,6 +230,7 @@ QUICK = {  # shape -> cases there
     "biases": ("plain", "known and kept"),
     "tied": ("banned", "known"),
     "window": ("known and kept",),
+    "gemma 2": ("plain",),
     "beside each other": ("plain",),
     "norms of all heads": ("plain",),
     "learned positions": ("banned",),
@@ -355,6 +361,7 @@ GENERATION = {
     "tied": {"eos_ids": EOS, "top_k": 5, "top_p": 0.9, "temperature": 1.3},
     "window": {"eos_ids": EOS, "temperature": 1.5},
     "three heads": {},
+    "gemma 2": {"eos_ids": EOS, "temperature": 0.0},
 }
 PADDED = {  # more rows of embeddings than tokens, with holes
     "biases": {"temperature": 3.0, "top_k": 6},

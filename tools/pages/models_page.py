@@ -20,6 +20,7 @@ MODELS = {
     "gemma": [("Gemma 1", "2, 7", NONE)],
     "gemma2": [("Gemma 2", "2, 9, 27", NONE)],
     "gemma3_text": [("Gemma 3, text", "0.27, 1", NONE), ("Gemma 3, its part for text", "4, 12, 27", NONE)],
+    "vaultgemma": [("VaultGemma", "1", "no template")],
     "mistral": [("Mistral", "7", "`[TOOL_CALLS] [...]`; the user's second message moves the tools, which is refused")],
     "qwen2": [("Qwen2, Qwen2.5", "0.5, 1.5, 3, 7, 14, 32, 72", HERMES)],
     "qwen3": [("Qwen3", "0.6, 1.7, 4, 8, 14, 32", HERMES + "; drops thinking of earlier turns, which is refused")],

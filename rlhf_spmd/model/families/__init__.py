@@ -26,6 +26,7 @@ from rlhf_spmd.model.families import (
     seed_oss,
     smollm3,
     starcoder2,
+    vaultgemma,
 )
 
 FAMILIES = {
@@ -37,6 +38,7 @@ FAMILIES = {
     "gemma": gemma.FAMILY,
     "gemma2": gemma2.FAMILY,
     "gemma3_text": gemma3_text.FAMILY,
+    "vaultgemma": vaultgemma.FAMILY,
     "granite": granite.FAMILY,
     "phi3": phi3.FAMILY,
     "olmo2": olmo2.FAMILY,

@@ -15,6 +15,7 @@ CASES += [
     "smollm3 window",
     "gemma",
     "gemma2",
+    "gemma2 wide",
     "gemma3",
     "granite",
     "phi3 partial",
