@@ -43,3 +43,22 @@ def test_a_row_a_cell(tmp_path, capsys):
     assert measured(out, "flattening", "heterogeneous") == rows  # nothing is measured twice
     said = capsys.readouterr().out
     assert json.loads(said.splitlines()[-1])["ok"] and "heterogeneous: " in said
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_is_a_row(tmp_path):
+    words = (
+        "--layout",
+        "1x1",
+        "--preset",
+        "llama-7b",
+        "--strategy",
+        "flattening",
+        "--warmup",
+        "0",
+        "--iterations",
+        "1",
+    )
+    main([*words, "--out", str(tmp_path / "rows.jsonl"), "--launcher", "prlimit --as=2200000000 mpirun -n 1"])
+    (row,) = read_rows(tmp_path / "rows.jsonl")
+    assert row["out_of_memory"] and "can't allocate memory" in row["why_not"] and row["iteration_s"] is None
