@@ -55,9 +55,10 @@ def draw(rows: Sequence[dict], path: Path) -> None:
             far = [max(LEAST, abs(one - other)) for one, other in zip(row[curve], rows[0][curve], strict=True)]
             differences.plot(iterations, far, marker="o", ms=3)
         curves.set_title(label)
-        differences.axhline(TOLERANCE, color="black", ls="--")
-        differences.set(yscale="log", xlabel="iteration", ylabel=f"from {rows[0]['strategy']}; promised: dashed")
+        differences.axhline(TOLERANCE, color="black", ls="--", label="promised")
+        differences.set(yscale="log", xlabel="iteration", ylabel=f"difference from {rows[0]['strategy']}")
     panels[0][0].legend(fontsize="small")
+    panels[1][0].legend(fontsize="small")
     figure.savefig(path, dpi=110)
 
 

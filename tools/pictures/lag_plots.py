@@ -1,4 +1,4 @@
-"""What a lag costs of learning, as a picture of the rows of `bench lag`, drawn by `python -m tools pictures`."""
+"""How much accuracy a lag costs: a picture of the rows of `bench lag`, drawn by `python -m tools pictures`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,17 +24,20 @@ def lag_picture(rows: Sequence[Mapping], path: Path) -> Path:
     seeds = sorted({one["seeds"] for one in pairs})
     picture = Picture()
     picture.title(
-        "What does a lag cost of learning?",
+        "How much accuracy does a lag cost?",
         "Measured on one rank: mean held-out accuracy less that of lag 0 with the same seed; 95% intervals of "
         f"{' to '.join(map(str, dict.fromkeys([*seeds[:1], *seeds[-1:]]))) or 'no'} pairs.",
     )
     width = (WIDTH - 2 * (LEFT + MARGIN)) / 2
+    ends = [100 * (one["difference"] + sign * one["half"]) for one in pairs for sign in (-1, 1)]
 
     def part(area: Area) -> None:
         for index, page in enumerate(PAGES):
             at = LEFT + index * (width + LEFT + MARGIN)
             area.text(at, 0.12, page.upper(), fontweight="bold")
-            _panel(area.axes(at, 0.27, width, HEIGHT), [one for one in pairs if one["page"] == page])
+            axes = area.axes(at, 0.27, width, HEIGHT)
+            axes.set_ylim(min(ends, default=-1) - 1, max(ends, default=1) + 1)  # one scale for both
+            _panel(axes, [one for one in pairs if one["page"] == page])
 
     picture.add(0.27 + HEIGHT + 0.5, part)
     picture.legend([Style(name, colour) for name, colour in zip(CORRECTIONS, RUNS, strict=False)])
@@ -51,7 +54,7 @@ def _panel(axes: Axes, pairs: Sequence[Mapping]) -> None:
             [100 * one["difference"] for one in mine], [100 * one["half"] for one in mine], color=RUNS[index],
             marker=MARKERS[index], ms=5, mec="white", mew=0.6, lw=1.0, elinewidth=1.3, capsize=2.5, label=correction,
         )  # fmt: skip
-    plain(axes, xlabel="iterations that the weights are late", ylabel="difference, points")
+    plain(axes, xlabel="lag of the weights, iterations", ylabel="difference, points")
     axes.set_xticks(LAGS)
     axes.set_xlim(LAGS[0] - 0.5, LAGS[-1] + 0.5)
     if not pairs:

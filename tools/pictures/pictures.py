@@ -9,22 +9,18 @@ import json
 from pathlib import Path
 
 from bench.rows import RESULTS, TIMELINES, read_rows
-from rlhf_spmd.__main__ import main as run
 from tools.pictures import lag_plots, planner_plots, plots
 
 DRAWN_FROM = RESULTS / "pictures.json"
 ROWS = ("scan", "validate", "validate_rest", "lag")
 MAPS = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
-MAP_COMMAND = ("draw", *MAPS, "--layout", "1x8", "--only", "map", "--overwrite", "--out")
 
 
 def draw(folder: Path = RESULTS) -> list[Path]:
     """Writes all of them."""
     rows = {name: read_rows(RESULTS / f"{name}.jsonl") for name in ROWS}
-    maps = folder / "maps.png"
-    assert run([*MAP_COMMAND, str(maps)]) == 0, "draw failed"
     return [
-        maps,
+        plots.maps(MAPS, folder / "maps.png"),
         plots.published(rows["validate"], folder / "validate.png"),
         plots.published_bars([*rows["validate"], *rows["validate_rest"]], folder / "validate_bars.png"),
         lag_plots.lag_picture(rows["lag"], folder / "lag.png"),

@@ -1,4 +1,4 @@
-"""The timeline of a case in which separation stays behind, drawn from committed rows by `python -m tools pictures`."""
+"""Timelines of a case in which separation is slower, drawn from committed rows by `python -m tools pictures`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ def behind(rows: Sequence[Mapping], path: Path) -> Path:
             programs[row["strategy"]] = load_strategy(row["strategy"]).compile(workload, cluster, options)
     programs = {name: programs[name] for name in strategies}
     forecasts = {name: forecast(program, calibration) for name, program in programs.items()}
-    title = f"Why separation stays behind: {preset} on {layout}"
+    title = f"Why can separation be slower? {preset} on {layout}"
     picture_of(programs, forecasts, title=title, maps=False, by=f"forecast by calibration {calibration.name}").save(
         path
     )

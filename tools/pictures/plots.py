@@ -7,12 +7,13 @@ from itertools import cycle
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.rows import RESULTS, STRATEGIES, TIMELINES
+from rlhf_spmd.command_line.fitting_strategies import compile_all
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
+from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.runtime.pictures import palette
 from rlhf_spmd.runtime.pictures.palette import (
     FAINT_INK,
@@ -26,6 +27,7 @@ from rlhf_spmd.runtime.pictures.palette import (
 from rlhf_spmd.runtime.pictures.picture import MARGIN, SMALL, TEXT, WIDTH, Area, Picture
 from rlhf_spmd.runtime.pictures.timeline import Panel as Timeline
 from rlhf_spmd.runtime.pictures.timeline import add_stack, write_png
+from rlhf_spmd.verbs.draw import picture_of
 
 COLOURS = dict(zip(STRATEGIES, cycle(palette.STRATEGIES)))
 PHASES = {
@@ -37,6 +39,7 @@ PHASES = {
 DRAWN_LAYOUT = {"llama-7b": "1x8", "llama-13b": "2x8", "llama-33b": "4x8", "llama-65b": "8x8"}  # where most fit
 FORECAST = "Forecast by calibration a100-80g; nothing has validated its network between nodes."
 MARKERS = "os^D"
+NAMES = {"planner": "the placement that `plan` finds"}
 Panel = Callable[[Axes, Sequence[Mapping]], None]
 
 
@@ -52,11 +55,11 @@ def plain(axes: Axes, *, xlabel: str = "", ylabel: str = "") -> None:
 def draw(rows: Sequence[Mapping], folder: Path = RESULTS) -> list[Path]:
     """Draws the pictures of a scan's rows, as folder/scan_*.png."""
     found = list(dict.fromkeys(row["strategy"] for row in rows))
-    by_strategy = [Style(name, COLOURS.get(name, FAINT_INK)) for name in found]
+    by_strategy = [Style(NAMES.get(name, name), COLOURS.get(name, FAINT_INK)) for name in found]
     some = [row for row in rows if DRAWN_LAYOUT.get(row["preset"], row["layout"]) == row["layout"]]
     throughput = _panels("Which strategy is fastest?", FORECAST, rows, _throughput, by_strategy, height=1.75)
     phases = _panels(
-        "Where does an iteration go?", f"Mean over devices. {FORECAST}", some, _phases, list(PHASES.values()),
+        "Where does the time go?", f"Mean over devices. {FORECAST}", some, _phases, list(PHASES.values()),
         height=1.55, left=1.15,
     )  # fmt: skip
     pictures = {"throughput": throughput, "phases": phases}
@@ -140,7 +143,7 @@ def published(rows: Sequence[Mapping], path: Path) -> Path:
     )
 
     def part(area: Area) -> None:
-        axes = area.axes(0.75, 0.1, 5.0, 3.6)
+        axes = area.axes(0.75, 0.1, 7.5, 3.6)
         seconds = [value for row in rows for value in (float(row["sec_per_iter"]), row["forecast_s"])]
         low, high = 0.85 * min(seconds), 1.18 * max(seconds)
         axes.fill_between(
@@ -155,8 +158,7 @@ def published(rows: Sequence[Mapping], path: Path) -> Path:
             axes.plot(
                 [float(row["sec_per_iter"]) for row in mine], [row["forecast_s"] for row in mine], ls="", ms=6,
                 marker=MARKERS[index], color=SYSTEMS[index], mec="white", mew=0.6,
-                label=f"{system}: {words},\n{error:.0%} mean error" if error > 0.1 else
-                f"{system}: {words},\n{error:.1%} mean error",
+                label=f"{system}: {words}, mean error {error:.{0 if error > 0.1 else 1}%}",
             )  # fmt: skip
         plain(axes, xlabel="published, seconds per iteration", ylabel="forecast, seconds per iteration")
         axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
@@ -166,8 +168,7 @@ def published(rows: Sequence[Mapping], path: Path) -> Path:
             axis.set_minor_locator(NullLocator())
         axes.text(0.985 * high, 0.985 * high, "equal ", fontsize=SMALL, color=FAINT_INK, ha="right", va="bottom")
         axes.legend(
-            fontsize=SMALL, frameon=False, loc="upper left", bbox_to_anchor=(1.03, 1.01), labelcolor=INK,
-            labelspacing=1.0, handletextpad=0.3,
+            fontsize=SMALL, frameon=False, loc="lower right", labelcolor=INK, labelspacing=0.8, handletextpad=0.3,
         )  # fmt: skip
 
     picture.add(4.25, part)
@@ -179,7 +180,7 @@ def published_bars(rows: Sequence[Mapping], path: Path) -> Path:
     """Draws ReaL's figure of throughput: for each case and system a bar as published, and beside it the forecast."""
     picture = Picture()
     picture.title(
-        "ReaL's figure of throughput: published, and forecast",
+        "Do forecasts reproduce ReaL's figure of throughput?",
         "PFLOP/s of all GPUs by actor and critic, GPUs, new tokens. Left of each pair: published; hatched: forecast.",
     )
     systems = ("DeepSpeedChat", "OpenRLHF", "ReaL-Heuristic", "ReaL")
@@ -196,7 +197,7 @@ def published_bars(rows: Sequence[Mapping], path: Path) -> Path:
         )
 
         def part(area: Area) -> None:
-            axes = area.axes(0.6, 0.35, 6.75, 1.6)
+            axes = area.axes(0.6, 0.35, 7.7, 1.6)
             for row in of_case:
                 setting = settings.index((row["gen_len"], row["actor_b"], row["critic_b"], row["n_gpus"]))
                 system = systems.index(row["system"])
@@ -207,17 +208,23 @@ def published_bars(rows: Sequence[Mapping], path: Path) -> Path:
                 axes.bar(left + 0.09, forecast, 0.09, color="white", edgecolor=SYSTEMS[system], hatch="////", lw=0.6)
             labels = [f"{actor}B, {critic}B\n{gpus} GPUs\n{tokens}" for tokens, actor, critic, gpus in settings]
             plain(axes, xlabel="", ylabel="PFLOP/s")
-            axes.set_xticks(range(len(settings)), labels, fontsize=SMALL - 3)
+            axes.set_xticks(range(len(settings)), labels, fontsize=SMALL - 0.5)
             axes.set_xlim(-0.6, len(settings) - 0.4)
             axes.set_title(titles[case], fontsize=SMALL, loc="left", color=INK)
-            bars = [Patch(color=SYSTEMS[index], label=name) for index, name in enumerate(systems)]
-            axes.legend(handles=bars, fontsize=SMALL - 1, frameon=False, ncols=4, loc="upper right", labelcolor=INK)
 
         return part
 
     for case in titles:
-        picture.add(2.6, panel(case))
+        picture.add(2.55, panel(case))
+    picture.legend([Style(name, SYSTEMS[index]) for index, name in enumerate(systems)])
     picture.save(path)
+    return path
+
+
+def maps(strategies: Sequence[str], path: Path) -> Path:
+    """Draws which rank runs which call of PPO, on a node of eight devices."""
+    programs = compile_all(strategies, make_workload(load("tiny")), Cluster.parse("1x8", "cpu"), {})
+    picture_of(programs, {}, title="How do strategies place the calls of PPO on 8 ranks?", maps=True, by="").save(path)
     return path
 
 
@@ -226,11 +233,16 @@ def timelines(folder: Path = RESULTS) -> list[Path]:
     they were measured."""
     found = json.loads(TIMELINES.read_text(encoding="utf-8"))
     workflow = make_workload(load("tiny")).workflow
-    panels = [Timeline(name, one["records"], one["note"]) for name, one in found["strategies"].items()]
+    panels = [Timeline(name, one["records"]) for name, one in found["strategies"].items()]
     paths = [folder / "strategies.png", folder / "timeline_demo.png"]
     picture = Picture()
-    picture.title(f"One iteration under each strategy, on {len(panels[0].records)} ranks", found["about"])
+    picture.title(f"When do ranks wait? {len(panels)} strategies on {len(panels[0].records)} ranks", found["about"])
     add_stack(picture, panels, styles=palette.styles_of(workflow))
     picture.save(paths[0])
-    write_png(paths[1], found["demo"], title=f"Separation on 4 ranks, {found['kind']}", workflow=workflow)
+    write_png(
+        paths[1],
+        found["demo"],
+        title=f"How does separation overlap its calls? 4 ranks, {found['kind']}",
+        workflow=workflow,
+    )
     return paths

@@ -21,9 +21,7 @@ from rlhf_spmd.runtime.pictures.picture import CHARACTER, MARGIN, SMALL, TEXT, W
 
 LEFT, GAP, ROW = 1.25, 0.17, 0.235  # inches
 ACROSS = ((8, 5), (16, 3), (64, 2))  # (largest number of ranks, maps side by side)
-KEY = (
-    "box: one copy of the model; tp: its tensor-parallel ranks; pp: its pipeline stages, later ones lighter; grey: idle"
-)
+KEY = {"pp": "pp: its pipeline stages, later ones lighter", "tp": "tp: its tensor-parallel ranks"}
 
 
 class Map(NamedTuple):
@@ -56,7 +54,10 @@ def add_maps(picture: Picture, maps: Sequence[Map]) -> None:
             area.text(LEFT - 0.1, 0.33 + len(calls) * ROW + 0.085, "rank", size=SMALL, colour=FAINT_INK, ha="right")
 
         picture.add(0.33 + ROW * len(calls) + 0.3, part)
-    key = KEY + ("; dashed: nodes" if any(len(one.program.cluster.nodes) > 1 for one in maps) else "")
+    layouts = [layout for one in maps for layout in one.program.placement.layouts.values()]
+    split = [words for name, words in KEY.items() if any(getattr(layout, name) > 1 for layout in layouts)]
+    nodes = ["dashed: nodes"] * any(len(one.program.cluster.nodes) > 1 for one in maps)
+    key = "; ".join(["box: one copy of the model", *split, "grey: idle", *nodes])
     picture.add(0.22, lambda area: area.text(LEFT, 0.08, key, size=SMALL, colour=FAINT_INK))
 
 

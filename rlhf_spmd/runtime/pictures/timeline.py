@@ -21,7 +21,7 @@ from rlhf_spmd.runtime.pictures.palette import FAINT_INK, INK, SPANS, TRANSFER, 
 from rlhf_spmd.runtime.pictures.picture import CHARACTER, SMALL, TEXT, WIDTH, Area, Picture
 from rlhf_spmd.runtime.world.trace import Lane, Span, busy_fraction, lanes
 
-LEFT, RIGHT = 0.92, 0.55  # inches beside the lanes: the rank's name, its busy share
+LEFT, RIGHT = 0.92, 0.72  # inches beside the lanes: the rank's name, its busy share
 LANE_INCH = (0.12, 0.36)  # smallest and largest height of a lane
 STACK_INCH = 0.26  # the largest height of a lane in a stack
 ALL_LANES_INCH = 6.5  # the height that the lanes of a picture may take before they get thin
@@ -255,7 +255,7 @@ class _Stack:
         picture.legend([*calls, *sorted(used.difference(calls, rest)), *rest, palette.IDLE_STYLE])
 
     def draw(self, area: Area, number: int, top: float) -> Axes:
-        """Draws the lanes of a timeline, with their busy shares at the right; the first one has a heading for them."""
+        """Draws the lanes of a timeline, with its busy share beside each."""
         rows, timeline = self.rows[number], self.timelines[number]
         axes = area.axes(LEFT, top, WIDTH - LEFT - RIGHT, self.inches(number))
         axes.set_xlim(timeline.start_s, timeline.start_s + self.width_s)
@@ -276,12 +276,10 @@ class _Stack:
         step = max(1, ceil(LABELLED_INCH / self.lane_inch))
         axes.set_yticks(range(0, len(rows), step), [row.label for row in rows[::step]])
         axes.tick_params(length=0, labelsize=SMALL, labelcolor=INK)
-        right = axes.get_yaxis_transform()
+        beside: dict[str, Any] = {"textcoords": "offset points", "annotation_clip": False, "color": FAINT_INK}
         for row in range(0, len(rows), step):
-            share = f"{timeline.busy(rows[row].spans):.0%}"
-            axes.text(1.008, row, share, transform=right, fontsize=SMALL, color=FAINT_INK, va="center")
-        if number == 0:
-            axes.annotate("busy", (1.008, -0.5), (0, 2), xycoords=right, annotation_clip=False, **ABOVE)
+            share = f"{timeline.busy(rows[row].spans):.0%}" + " busy" * (row == 0)
+            axes.annotate(share, (timeline.end_s, row), (5, 0), va="center", fontsize=SMALL, **beside)
         return axes
 
     def _draw_spans(self, axes: Axes, row: int, spans: Sequence[Span]) -> None:

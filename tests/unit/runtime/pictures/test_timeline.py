@@ -1,7 +1,10 @@
 """Timelines: the picture shows what the spans say."""
 
+from matplotlib.text import Annotation
+
 from rlhf_spmd.runtime.pictures import picture
-from rlhf_spmd.runtime.pictures.timeline import LANE_INCH, LEFT, RIGHT, write_png
+from rlhf_spmd.runtime.pictures.palette import styles_of
+from rlhf_spmd.runtime.pictures.timeline import LANE_INCH, LEFT, RIGHT, Panel, add_stack, write_png
 from tests.programs import make_workload
 from tests.unit.runtime.world.test_trace import record, two_ranks
 
@@ -33,7 +36,7 @@ def test_picture(tmp_path, monkeypatch):
         "rank 0",
         "rank 1",
         "iteration 1",
-        "63%",
+        "63% busy",
         "67%",
         "actor generate",
         "actor train",
@@ -50,6 +53,14 @@ def test_picture(tmp_path, monkeypatch):
 def test_picture_of_the_last_iteration(tmp_path, monkeypatch):
     texts = drawn_texts(monkeypatch, tmp_path / "t.png", two_ranks(), title="t", num_iterations=1)
     assert "iteration 2: 1 s, ranks busy 100%" in texts and "actor train" not in texts
+
+
+def test_a_busy_share_stands_at_the_end_of_its_own_lane():
+    drawn = picture.Picture()
+    panels = [Panel(str(end), [record(0, ("actor_train", "compute", 0, end, 0))]) for end in (4, 1)]
+    add_stack(drawn, panels, styles=styles_of(WORKFLOW))
+    long, short = (text.xy for text in drawn.draw().findobj(Annotation))
+    assert (long[0] - short[0], long[1], short[1]) == (3, 0, 0)
 
 
 def test_idle_waiting_training_and_other_work_look_different(tmp_path):
