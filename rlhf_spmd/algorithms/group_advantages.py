@@ -175,7 +175,7 @@ def group_advantages_finish(
     num_groups, count, total, squares = sums.tolist()
     if num_groups < min_groups:
         raise UserError(
-            f"{num_groups:.0f} groups of this iteration are left to train on, and grpo.min_groups is {min_groups}: the "
+            f"{num_groups:.0f} groups of this iteration remain to train on, and grpo.min_groups is {min_groups}: the "
             "others have equal rewards or only truncated responses; raise rollout_batch, lower grpo.min_groups, or use "
             "prompts that are answered correctly sometimes, but not always"
         )

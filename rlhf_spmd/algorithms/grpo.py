@@ -156,11 +156,13 @@ def problem(options: Options, *, samples_per_prompt: int, mini_batch: int, max_n
     if options.turn_rewards and options.scale != "none":
         return f"turn_rewards=true needs scale=none, not {options.scale}: a group's spread is that of whole episodes"
     if options.rounds > 1 and not options.drop_equal_groups:
-        return "rounds draw groups with equal rewards again: set drop_equal_groups=true, or leave rounds out"
+        return "rounds sample groups with equal rewards again: set drop_equal_groups=true, or leave rounds out"
     if options.oversampling > 1:
         wanted = mini_batch / samples_per_prompt / options.oversampling
         if not leaves_out(options):
-            return "oversampling makes up for what is left out: set drop_equal_groups=true, or leave oversampling out"
+            return (
+                "oversampling replaces groups that are dropped: set drop_equal_groups=true, or leave oversampling out"
+            )
         if mini_batch % samples_per_prompt or round(wanted) < 1 or abs(wanted - round(wanted)) > 1e-6:
             return (
                 f"oversampling={options.oversampling:g}: a mini-batch of {mini_batch} responses has "

@@ -511,7 +511,7 @@ def why_all_meet(config: Config) -> str:
     names = [f"{name}=1" for name, number in every.items() if number == 1]
     if config.algorithm.has_state and not config.algorithm.state_sums:
         names.append(f"after_iteration of {config.algorithm.name}, which names no STATE_SUMS")
-    names += ["rounds of drawing"] * any(one.rounds > 1 for one in config.algorithm.workflow(config.options).computes)
+    names += ["grpo.rounds"] * any(one.rounds > 1 for one in config.algorithm.workflow(config.options).computes)
     return ", ".join(names)
 
 

@@ -51,8 +51,8 @@ def locate(folder: Path) -> dict[str, Path]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or _leaves(shard):
             raise UserError(
-                f"{folder / INDEX} places tensor {name} in {shard!r}, which is outside the folder; do not trust this "
-                "download, or fix the index"
+                f"{folder / INDEX} names {shard!r} as the file of tensor {name}, which is outside the folder; "
+                "do not trust this download, or fix the index"
             )
     missing = sorted({shard for shard in weight_map.values() if not is_file(folder / shard)})
     if missing:
@@ -81,7 +81,7 @@ def read_weights(
         for name in (name for name in expect if places[name] == path):
             there = stored.get(name, name)
             if there not in held:
-                raise UserError(f"{path} lacks tensor {there}, which {INDEX} places there; copy the file again")
+                raise UserError(f"{path} lacks tensor {there}, which {INDEX} expects there; copy the file again")
             part = file.get_slice(there)
             shape, dtype = tuple(part.get_shape()), part.get_dtype()
             if shape != tuple(expect[name]) or dtype not in _FLOATS:

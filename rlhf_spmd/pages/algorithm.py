@@ -131,7 +131,7 @@ class Algorithm:
         places = [place for place in [self.module, *shared] if not module or place.__name__.endswith(f".{module}")]
         function = next((getattr(place, name) for place in places if callable(getattr(place, name, None))), None)
         if function is None:
-            where = module or f"the page or in {', '.join(FUNCTIONS)}"
+            where = module or f"the algorithm file or in {', '.join(FUNCTIONS)}"
             raise UserError(f"algorithm {self.name}: no function {name} is in {where}; write it there")
         same = [place for place in places if getattr(place, name, None) is function]
         sums, prepare, finish = (
@@ -179,7 +179,7 @@ class Algorithm:
         program."""
         if not self.from_file:
             return nullcontext()
-        return calling(f"algorithm {self.name}: {name}()", function, "fix the page", lets=lets)
+        return calling(f"algorithm {self.name}: {name}()", function, "fix the algorithm file", lets=lets)
 
     # ---- what changes between iterations ----------------------------------------------------------------------------
 
@@ -267,7 +267,9 @@ def load_algorithm(name: str, title: str | None = None) -> Algorithm:
         raise UserError(f"algorithm file {name}: its options are {stem}.NAME=value; give it a name of letters")
     module, source = load_module("algorithm", name, "rlhf_spmd.algorithms", algorithm_names())
     if problem := _problem(module):
-        raise UserError(f"algorithm {name}: {problem}; rlhf_spmd/algorithms/page.py says what a page has")
+        raise UserError(
+            f"algorithm {name}: {problem}; rlhf_spmd/algorithms/page.py says what an algorithm file contains"
+        )
     return Algorithm(
         name=title or stem,
         from_file=from_file,
@@ -328,6 +330,6 @@ def _problem(module: ModuleType) -> str:
             starts = ", ".join(role.starts_from) or "none"
             return (
                 f"the role {name} has lr={role.lr!r} and starts from {starts}: give a positive number, or None if it "
-                "never trains, and roles of this page"
+                "never trains, and roles of this file"
             )
     return ""

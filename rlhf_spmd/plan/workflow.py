@@ -154,8 +154,8 @@ class Recorder:
         others = any(isinstance(other, Compute) and other.rounds > 1 for other in self.calls)
         if rounds > 1 and (scope != "group" or sums or list(makes.values()) != ["row"] or not drawn or others):
             raise UserError(
-                f"{function}(rounds={rounds}): groups are drawn again by one compute with scope='group', without sums, "
-                "which reads what a generate call makes, and makes one number of each row"
+                f"{function}(rounds={rounds}): groups are sampled again by one compute with scope='group', without "
+                "sums, which reads what a generate call makes, and makes one number of each row"
             )
         self.record(call, makes)
         made = tuple(Data(key) for key in makes)

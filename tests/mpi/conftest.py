@@ -23,7 +23,7 @@ from tests.run_mpi import BACKEND, references
 
 DEADLINE_S = 60.0
 MOST_MISMATCHES = 50
-MISMATCH = "ranks met in different places"  # mostly the consequence of another rank's failure
+MISMATCH = "ranks met at different points"  # mostly the consequence of another rank's failure
 # ranks -> which of twelve tests that rotate run there
 TURNS = {2: (3,), 4: (0, 3, 5, 6, 8, 9, 11), 5: (1, 4, 7, 10), 8: (2,)}
 LINEAR = F.linear

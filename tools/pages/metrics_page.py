@@ -18,7 +18,7 @@ HEAD = """# Metrics of the algorithms
 <!-- `python -m tools pages` writes this page from the code; do not edit it. -->
 
 The names are those of `metrics.jsonl`. Metrics that every algorithm has are in [Run
-folder](run_folder.md#metrics). *Console* is the heading of the metric's column. *Normal* is the range outside
+folder](run_folder.md#metrics). *Console* is the title of the metric's column. *Normal* is the range outside
 which a run warns.
 """
 TABLE = "\n| metric | meaning | console | normal |\n|---|---|---|---|\n"

@@ -27,7 +27,7 @@ MODELS = {
     "phi3": [
         ("Phi-3, Phi-3.5", "3.8, 7, 14", NONE),
         ("Phi-4", "14", NONE),
-        ("Phi-4-mini", "3.8", "none (`functools[...]`, which it draws, is read)"),
+        ("Phi-4-mini", "3.8", "none (`functools[...]`, which it writes, is read)"),
     ],
     "glm": [("GLM-4 of 2024", "9", "a name, and JSON in the next line")],
     "glm4": [("GLM-4, GLM-Z1 of 2025", "9, 32", "a name, and JSON in the next line")],

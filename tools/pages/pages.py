@@ -10,16 +10,20 @@ from functools import partial
 from bench.rows import REPOSITORY
 from bench.tables import BLOCK, markdown
 from rlhf_spmd.pages.other_names import PROGRAMS
-from tools.pages import metrics_page, models_page, options_page, rooms_page
+from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured
+from tools.pages import calibration_page, metrics_page, models_page, options_page, rooms_page
 
 TABLES = {"rooms": rooms_page.rooms, "families": models_page.families, "one_card": models_page.one_card}
 TABLES |= {f"option_names_{program}": partial(options_page.names_elsewhere, program) for program in PROGRAMS}
 TABLES |= {f"defaults_{program}": partial(options_page.defaults_elsewhere, program) for program in PROGRAMS}
+TABLES["calibration"] = partial(calibration_page.fields, Calibration, Device, Link)
+TABLES["calibration_tables"] = partial(calibration_page.fields, Measured)
 TABLES |= {f"variants_{name}": partial(metrics_page.variants, name) for name in ("grpo", "dpo")}
 PAGES = (
     REPOSITORY / "docs" / "algorithms.md",
     REPOSITORY / "docs" / "architecture.md",
     REPOSITORY / "docs" / "choose_a_model.md",
+    REPOSITORY / "docs" / "forecasts.md",
     *(REPOSITORY / "docs" / f"coming_from_{program}.md" for program in PROGRAMS),
 )
 

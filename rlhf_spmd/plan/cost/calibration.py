@@ -102,14 +102,15 @@ class ByLength:
 class Measured:
     """Tables of one shape on one type of device, for a rank that is one of `tp` slices, including their messages.
 
-    shape: with num_layers 0.
-    param_bytes: per weight while computing.
-    forward: from rows of tokens to logprobs, values or scores, without gradients.
-    train: a forward and a backward pass.
-    prefill: a pass over the prompts that draws the first token.
-    decode: one more token for each of so many rows; None if the model does not generate.
-    ends: extra seconds of a step in which rows end, over the rows that began.
-    update: clipping and the optimizer, over the parameters of a rank.
+    shape: the model without its layers (`num_layers` 0).
+    tp: number of slices.
+    param_bytes: bytes per weight while computing.
+    forward: by length, over tokens: a pass without gradients, to logprobs, values or scores.
+    train: by length, over tokens: a forward and a backward pass.
+    update: a curve over parameters of the rank: clipping and the optimizer step.
+    prefill: by length, over tokens of prompts: a pass over prompts that samples the first token; models that generate.
+    decode: layered, over rows: one further token for each row; models that generate.
+    ends: a curve over rows at the start of decoding: the additional time of a step in which rows finish.
     """
 
     shape: ModelShape
@@ -127,18 +128,19 @@ class Measured:
 class Device:
     """One type of device.
 
-    matrix_flops: FLOP/s of large products in the compute precision.
-    memory_bytes_per_s: of a long read.
-    host_bytes_per_s: between host and device memory.
-    layer_s: seconds of a layer of a forward pass beside its products and messages (starting its kernels).
-    decode_layer_s, decode_reduce_s: seconds in which the host starts the kernels of a layer of a decode step, and one
-        all-reduce among its slices.
-    graph_layer_s: seconds of a layer between its kernels where decode steps are replayed as CUDA graphs, which the host
-        starts at once; None: it starts each kernel.
-    num_workers: how many ranks of a node compute at full speed at the same time, if they share its cores (a container
-        may have a core and a half); None: each rank has a device of its own.
-    measured: tables of shapes, which replace the constants.
-    reserve: the share of its memory that a program may not use (cluster.py).
+    matrix_flops: floating-point operations per second in large matrix products, in the precision of the run.
+    memory_bytes_per_s: bandwidth of a long read of device memory.
+    host_bytes_per_s: bandwidth between host and device memory.
+    layer_s: seconds per layer of a forward pass to launch its kernels, beside matrix products and messages.
+    decode_layer_s: seconds in which the host launches the kernels of a layer of a decode step.
+    decode_reduce_s: seconds in which the host launches one all-reduce of a decode step; default 0. With tensor
+        parallelism, a layer has two.
+    graph_layer_s: seconds per layer between its kernels when decode steps are replayed as CUDA graphs, in addition to
+        the kernels; replaces `decode_layer_s` and `decode_reduce_s`. Left out: decoding uses no CUDA graphs.
+    num_workers: how many ranks of a node can compute at full speed at once, if they share its cores (a container may
+        have a core and a half); default: each rank has its own device.
+    measured: tables of shapes (`Measured`); they take precedence over the constants.
+    reserve: share of a device's memory that no program may fill; default and minimum 0.06.
     """
 
     matrix_flops: float
@@ -171,7 +173,11 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The connection of two devices. bytes_per_s: of one device in one direction. latency_s: of one message."""
+    """The connection of two devices.
+
+    bytes_per_s: bandwidth of one device in one direction.
+    latency_s: latency of one message.
+    """
 
     bytes_per_s: float
     latency_s: float
@@ -205,14 +211,16 @@ class Machine:
 class Calibration:
     """The constants of a kind of machine, from which forecasts follow.
 
-    devices: by type.
-    inside, between: links of devices in one node and in two.
-    host: of two processes in one node, by gloo: rows between GPUs take it.
-    pipelined_prefill: whether a copy with stages cuts the prompts of generation into as many micro-batches, so that its
-        stages work at the same time.
-    provenance: the source of the numbers.
-    machine: where they were measured; None: unknown, or not on one machine.
-    sources: where constants (CONSTANTS) come from, one of SOURCES.
+    provenance: where the numbers come from, in words.
+    devices: one entry for each device type.
+    inside, between: links between devices of one node, and of two nodes.
+    host: link between two processes of one node, by gloo, for rows between GPUs, which are also copied from and to
+        devices (`host_bytes_per_s`). Between nodes the slower of `host` and `between` counts. Default: 1e9 and 2e-4,
+        assumed.
+    pipelined_prefill: whether a copy in pipeline stages cuts the prompts into micro-batches; default false.
+    sources: the source of each constant: `measured`, `fitted`, `derived`, `data sheet` or `assumed`; those of links are
+        written `inside.latency_s`. `plan` prints it.
+    machine: the machine on which it was measured; `profile` writes it.
     """
 
     name: str

@@ -154,10 +154,10 @@ def _run_problems(program: Program, run: Run, rank: int) -> list[str]:
         return [f"{run}: the workflow has no call {run.call}"]
     site = run.consumer or run.call
     if site not in layouts or (isinstance(call, Compute)) != (run.consumer is not None):
-        return [f"{run}: {site} has no place to run at"]
+        return [f"{run}: {site} has no ranks"]
     place = ranks_of(call, layouts[site])
     if rank not in place:
-        return [f"{run} runs here, but its place is ranks {format_ranks(place)}"]
+        return [f"{run} runs here, but its ranks are {format_ranks(place)}"]
     meets = group_of(call, layouts[site], workload, program.placement, rank)
     group = group_name(meets) if meets else None
     meant = f"its collectives need all of {group}" if group else "it computes alone there"

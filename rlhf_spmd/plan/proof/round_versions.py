@@ -1,4 +1,4 @@
-"""Proves that rounds of drawing (program/rounds.py) replace rows everywhere before anything else reads them.
+"""Proves that rounds of sampling (program/rounds.py) replace rows everywhere before anything else reads them.
 
 The version of rows is the round that made them; of rows that were sent, the one that their sender had at its Post.
 Prompts, which every rank has, get theirs by the Agree with which a round begins.
@@ -38,7 +38,11 @@ def _of_rank(program: Program, rank: int, num: int, made: set[str], sent: Sent) 
     for position, step in enumerate(program.instructions[rank]):
         if isinstance(step, Agree) and step.round:
             if under_way:
-                yield rank, position, f"{step}: transfer {min(under_way)} of rows that may be drawn again is under way"
+                yield (
+                    rank,
+                    position,
+                    f"{step}: transfer {min(under_way)} of rows that may be sampled again is under way",
+                )
             now += step.round < num
             versions |= dict.fromkeys(workflow.given, now)
         elif round_of(program, step) not in ((now,) if isinstance(step, Run) and step.call in inside else (0, now)):

@@ -55,7 +55,7 @@ MAY_CHANGE = (
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
 PRODUCTS = "products"  # in PROGRAM: the library of matrix products of the run
 STARTED = "started"  # in PROGRAM: the time of the first start of the run, which chat templates write
-PROMPTS_USED = "prompts_used"  # in the state: where rows are drawn in rounds
+PROMPTS_USED = "prompts_used"  # in the state: where rows are sampled in rounds
 ALGORITHM = "algorithm.py"  # the page, unless it is one of the package's
 
 
@@ -192,7 +192,7 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
     name, strategy = str(values.get("algorithm", "ppo")), values.get("strategy", {})
     if page is None and name.endswith(".py"):
         raise UserError(
-            f"{source} names the algorithm {name}, and a run keeps its page as {ALGORITHM}; restore that file"
+            f"{source} names the algorithm {name}, and a run keeps its file as {ALGORITHM}; restore that file"
         )
     if not isinstance(strategy, Mapping):
         raise UserError(f"{source}: strategy is not an object; restore the file")

@@ -152,4 +152,4 @@ def _current(program: Program, now: Any, before: Any) -> Current:
         return Current(now.number, "drawing " * program.placement.ahead + now.title)
     if program.chains:
         return Current(before.number + 1, f"end of {before.title}")
-    return Current(before.number, before.title if now is None else f"{before.title}, drawing {now.number + 1}")
+    return Current(before.number, before.title if now is None else f"{before.title}, sampling {now.number + 1}")

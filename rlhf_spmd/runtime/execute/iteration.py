@@ -192,7 +192,7 @@ class Iteration:
         """
         if not number:
             return None
-        assert self.rounds is not None and self.rounds.again_MC is not None, "rows are drawn in rounds"
+        assert self.rounds is not None and self.rounds.again_MC is not None, "rows are sampled in rounds"
         return torch.from_numpy(self.rounds.again_MC[place]).to(self.store.device)
 
     def note(self, name: str, place: Place, values: Sequence[float | None], rows_MC: Tensor | None = None) -> None:

@@ -41,7 +41,7 @@ class RunState:
 
     of_algorithm: Any
     steps: dict[str, int] = field(default_factory=dict)  # optimizer steps per model
-    prompts_used: int = 0  # where rows are drawn in rounds: of the data set, in its order, by all batches so far
+    prompts_used: int = 0  # where rows are sampled in rounds: of the data set, in its order, by all batches so far
 
 
 @dataclass(frozen=True, slots=True)

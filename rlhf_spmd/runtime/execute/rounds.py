@@ -22,7 +22,7 @@ SAMPLES_OF_ROUND = 2**24  # a sample's number is its place in the round, after t
 
 def agree_on_round(job: Job, data: Iteration, ranks: Sequence[int], reports: Reports | None) -> bool:
     """Gives the groups that failed in a round other prompts. Returns whether there are none. Collective over ranks."""
-    assert data.rounds is not None, "rows are drawn in rounds"
+    assert data.rounds is not None, "rows are sampled in rounds"
     groups, number = _failed_here(job, data), len(data.rounds.failed) + 1
     if reports is None:
         every = job.world.allgather(groups, f"{data.title}: round {number + 1}")

@@ -195,7 +195,7 @@ def _all_arrived(states: Sequence[RankState], graph: WaitGraph | None) -> Diverg
         few = tuple(state.rank for state in states if counts[state.text] == rare < max(counts.values()))
         places = "; ".join(f"rank {state.rank}: {state.describe()}" for state in states)
         rest = tuple(rank for rank in ranks if rank not in few)
-        return Divergence(few, rest, f"ranks are in different places: {places}")
+        return Divergence(few, rest, f"ranks are at different instructions: {places}")
     if graph is None or not any(graph.instruction(state.rank, state.position) for state in states):
         return None
     return Divergence((), ranks, f"all ranks reached {states[0].text}, but none makes progress")

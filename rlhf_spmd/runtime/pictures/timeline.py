@@ -90,7 +90,7 @@ class Timeline:
     @property
     def marks(self) -> dict[str, float]:
         """Labels of iterations, and when they start."""
-        drawn = {number: f", drawing {int(str(drawn)) + 1}" for number, drawn in self.drawn.items()}
+        drawn = {number: f", sampling {int(str(drawn)) + 1}" for number, drawn in self.drawn.items()}
         return {f"iteration {number}{drawn.get(number, '')}": start_s for number, start_s in self.starts.items()}
 
     def busy(self, spans: Sequence[Span]) -> float:

@@ -26,7 +26,7 @@ from rlhf_spmd.runtime.world.metric_sums import combine
 EXPLODED = 10.0  # times the largest value so far
 NUM_BEFORE = 3  # iterations before the first warning
 IDLE = {  # whether responses are generated -> why a model has no gradient
-    True: "no response is left to train on, or none differs from its baseline; look at the rewards, at ended_fraction "
+    True: "no response remains to train on, or none differs from its baseline; look at the rewards, at ended_fraction "
     "(truncated responses), and at what the algorithm's options leave out",
     False: "its rows have no token or pair to learn from; look at them, and at data.turns",
 }

@@ -68,7 +68,7 @@ class Control:
         met = [
             f"message {number}, {text.rstrip(bytes(1)).decode(errors='replace')!r}" for number, _, _, text in headers
         ]
-        assert len(set(met)) == 1, "ranks met in different places of the program: " + ", ".join(
+        assert len(set(met)) == 1, "ranks met at different points of the program: " + ", ".join(
             f"rank {rank} in {place}" for rank, place in enumerate(met)
         )
         return messages

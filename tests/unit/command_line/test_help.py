@@ -1,9 +1,13 @@
 """What --help and `options` print: options of the algorithm that is named, and examples that work as they stand."""
 
+import re
 import shlex
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.command_line.arguments import VERBS
@@ -62,6 +66,17 @@ def test_options_are_those_of_the_algorithm_and_the_strategy(words, there, not_t
 def test_a_pattern_without_options_is_refused(capsys):
     assert main(["options", "ppo.", "--algorithm", "grpo"]) == 2
     assert "no option of grpo and flattening has 'ppo.'" in capsys.readouterr().err
+
+
+def test_examples_name_the_folder_that_they_are_written_to(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["examples", "mine"]) == 0 and main(["slurm-scripts", "jobs"]) == 0
+    assert f"RLHF_SPMD_VENV={sys.prefix}" in capsys.readouterr().out
+    assert {path.name for path in Path("jobs").iterdir()} == {"env.sh", "launch.sh", "stages.sh", "train.sbatch"}
+    for path in Path("mine").glob("*.yaml"):
+        assert Path(yaml.safe_load(path.read_text(encoding="utf-8"))["data"]["prompts"]).is_file()
+    (model,) = re.findall(r"--model (\S+embedded/tiny/actor)", Path("mine/README.md").read_text(encoding="utf-8"))
+    assert (Path(model) / "config.json").is_file()
 
 
 def test_an_existing_folder_is_left_as_it_is(tmp_path, capsys):

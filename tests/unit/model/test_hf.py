@@ -358,7 +358,10 @@ BAD = {
         edit_tensors(lambda t: t.update({"score.weight": torch.ones(2, 32)})),
         r"holds tensor score\.weight; it is a critic or reward model",
     ),
-    "shard above": (index({NORM: "../a.safetensors"}), rf"places tensor {NORM} in '../a\.safetensors'.*outside"),
+    "shard above": (
+        index({NORM: "../a.safetensors"}),
+        rf"names '../a\.safetensors' as the file of tensor {NORM}, .*outside",
+    ),
     "shard missing": (index({NORM: "b.safetensors"}), r"b\.safetensors is missing"),
     "shard lacks": (
         index(lambda names: dict.fromkeys(names, "a.safetensors") | {NORM: "config.json"}),

@@ -38,7 +38,7 @@ MISTAKES = {
     "complex": ((RESULT, "    return mask_BG * weights_B[:, None] * 1j, {"), r"returned a tensor torch.complex"),
     "a function that raises": (
         ("    weights_B = scale", "    [][3]\n    weights_B = scale"),
-        r"token_weights\(\) raised IndexError: .*mine.py, line \d+: \[\]\[3\]\); fix the page",
+        r"token_weights\(\) raised IndexError: .*mine.py, line \d+: \[\]\[3\]\); fix the algorithm file",
     ),
     "a loss of each token": (
         (LOSS, "    return -(logprobs_BG * weights_BG)"),

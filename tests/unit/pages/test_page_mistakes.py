@@ -84,7 +84,7 @@ WRONG = {
     ),
     "no such function": (
         ("def surrogate(", "def surrogates("),
-        ["no function surrogate is in the page or in advantages, group_advantages, surrogates"],
+        ["no function surrogate is in the algorithm file or in advantages, group_advantages, surrogates"],
     ),
     "sums without the functions of it": (
         ('makes={"weights": "token"})', 'makes={"weights": "token"}, sums=True)'),
@@ -133,7 +133,7 @@ WRONG = {
     ),
     "a start that is no role": (
         ('Role("scalar", judge=True)', 'Role("scalar", judge=True, starts_from=("critic",))'),
-        ["the role judge has lr=None and starts from critic: give", "roles of this page"],
+        ["the role judge has lr=None and starts from critic: give", "roles of this file"],
     ),
     "an import of nothing": (
         ("from typing import Literal\n", "from typing import Literal\nimport nothing_of_that_name\n"),

@@ -217,7 +217,7 @@ def test_named_functions_are_imported_in_a_child(text, says, capsys, tmp_path, m
             [('train("surrogate"', 'train("policy_loss"')],
             "policy_loss(): no value for parameter ",
         ),  # of surrogates.py
-        ([("def surrogate(", "def other(")], "no function surrogate is in the page or in advantages, "),
+        ([("def surrogate(", "def other(")], "no function surrogate is in the algorithm file or in advantages, "),
     ],
 )
 def test_functions_of_a_page_are_bound_as_a_run_binds_them(changes, says, capsys, tmp_path):

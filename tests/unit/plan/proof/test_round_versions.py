@@ -139,7 +139,7 @@ MISTAKES = {  # rank, what happens to its list, what is said
     "a message crosses": (
         1,
         lambda program: moved(program, 1, begins(1), carries(program, Wait, "responses", 0)),
-        "of rows that may be drawn again is under way",
+        "of rows that may be sampled again is under way",
     ),
     "another call comes too early": (
         1,
@@ -149,7 +149,7 @@ MISTAKES = {  # rank, what happens to its list, what is said
     "rows leave too early": (
         1,
         lambda program: moved(program, 1, carries(program, Post, "logprobs", 0), begins(1)),
-        "transfer 4 of rows that may be drawn again is under way",
+        "transfer 4 of rows that may be sampled again is under way",
     ),
     "a rank does not agree": (
         2,
