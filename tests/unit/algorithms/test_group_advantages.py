@@ -384,7 +384,7 @@ def test_all_groups_equal():
     assert not equal_groups(batch.scores, batch.mask, batch.ended, **shaped).all()
     advantages, used = fast_advantages(batch, rules)
     assert not used.any() and fast_loss(batch, advantages, used, rules).item() == 0.0
-    with pytest.raises(UserError, match=r"^0 groups of this iteration are left .* grpo.min_groups is 2"):
+    with pytest.raises(UserError, match=r"^0 groups of this iteration remain .* grpo.min_groups is 2"):
         fast_advantages(batch, rules, min_groups=2)
 
 

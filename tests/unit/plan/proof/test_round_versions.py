@@ -185,7 +185,7 @@ def test_rounds_that_no_program_has():
 
     assert workflow_of(scope="group", rounds=2).call("equal_groups").rounds == 2
     for how in ({"scope": "row"}, {"scope": "group", "sums": True}, {"scope": "group", "makes": {"equal": "token"}}):
-        with pytest.raises(UserError, match="drawn again by one compute with scope='group'"):
+        with pytest.raises(UserError, match="sampled again by one compute with scope='group'"):
             workflow_of(**how, rounds=2)
 
 
