@@ -1,4 +1,7 @@
-"""Chat templates in the forms of several model families, and a tokenizer of bytes that has their special tokens."""
+"""Chat templates in the forms of several model families, and a tokenizer of bytes that has their special tokens.
+
+granite and glm4 write calls as these models draw them, which their own templates do not.
+"""
 
 import json
 from collections.abc import Callable, Sequence

@@ -9,6 +9,7 @@ from rlhf_spmd.model.families import FAMILIES
 # model_type -> models, sizes in billions of parameters, and how their own chat templates write calls of tools (a format
 # of model/texts/tool_calls.py; none: not at all; or what is in the way)
 HERMES, NONE = "`<tool_call>`, as ChatML", "none"
+GLM = "none (a name, and JSON in the next line, which it draws, is read)"
 MODELS = {
     "llama": [
         ("Llama 2", "7, 13, 70", NONE),
@@ -16,7 +17,7 @@ MODELS = {
         ("SmolLM2", "0.135, 0.36, 1.7", "1.7: " + HERMES),
     ],
     "smollm3": [("SmolLM3", "3", "none (it reads `xml_tools`, and writes no calls)")],
-    "granite": [("Granite 3", "2, 8", "`<\\|tool_call\\|>[...]`")],
+    "granite": [("Granite 3", "2, 8", "none (`<\\|tool_call\\|>[...]`, which it draws, is read)")],
     "gemma": [("Gemma 1", "2, 7", NONE)],
     "gemma2": [("Gemma 2", "2, 9, 27", NONE)],
     "gemma3_text": [("Gemma 3, text", "0.27, 1", NONE), ("Gemma 3, its part for text", "4, 12, 27", NONE)],
@@ -29,8 +30,11 @@ MODELS = {
         ("Phi-4", "14", NONE),
         ("Phi-4-mini", "3.8", "none (`functools[...]`, which it writes, is read)"),
     ],
-    "glm": [("GLM-4 of 2024", "9", "a name, and JSON in the next line")],
-    "glm4": [("GLM-4, GLM-Z1 of 2025", "9, 32", "a name, and JSON in the next line")],
+    "glm": [("GLM-4 of 2024", "9", GLM)],
+    "glm4": [
+        ("GLM-4 of 2025", "9, 32", GLM),
+        ("GLM-Z1", "9, 32", "none; drops thinking of earlier turns, which is refused"),
+    ],
     "seed_oss": [("Seed-OSS", "36", "`<seed:tool_call>` with values without types: not read")],
     "ernie4_5": [("ERNIE 4.5, dense", "0.3", NONE)],
     "olmo2": [("OLMo 2", "1, 7, 13, 32", NONE)],

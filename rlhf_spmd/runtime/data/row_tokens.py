@@ -355,7 +355,10 @@ def _answered(row: _Row, before: list[Message], after: list[Message]) -> tuple[s
         between = row.encode_after(text, tokens, opened[len(text) :], special=False) if opened != text else []
         turn = row.encode_after(opened, [*tokens, *between], closed[len(opened) :], special=False)
         kept = up_to_end(turn, reading.tokenizer, reading.eos_ids)
-        marks += [0] * len(between) + [int(is_learned(row.where, after[place]))] * len(kept)
+        # templates that write the end of a turn only with what follows, or whose next turn begins with it
+        is_end = bool(marks and between) and tokens[-1] not in reading.eos_ids and between[0] in reading.eos_ids
+        marks += marks[-1:] * is_end + [0] * (len(between) - is_end)
+        marks += [int(is_learned(row.where, after[place]))] * len(kept)
         tokens += between + kept
         if place < places[-1]:  # what the template writes behind an end of sequence belongs to no turn
             marks += [0] * (len(turn) - len(kept))

@@ -51,7 +51,18 @@ def test_what_is_learned_is_what_an_episode_draws(name, folder, tmp_path):
         tokens = found.responses["responses"].row(number).tolist()
         assert found.prompts.row(number).tolist() == prompt and tokens == ids, number
         assert found.padded("own", [number], (len(ids),))[0].tolist() == drawn
+        whole += joins.encode(ENDS[name])  # which OLMo 3 does not write after all turns
         assert whole[: len(prompt) + len(tokens)] == prompt + tokens  # the template writes nothing else
         assert not tokenizer.decode(whole[len(prompt) + len(tokens) :]).strip()
     only_last = load(folder, tmp_path, name, rows[:1], turns="last")
     assert len(only_last.responses["responses"].row(0)) < len(episodes[0][1])
+
+
+def test_an_end_that_begins_the_next_message_is_learned(folder, tmp_path):
+    """As the model draws it: <|user|> by GLM-4, whose template writes nothing after a turn."""
+    said = [{"role": role, "content": word} for word, role in zip("abcd", ("user", "assistant") * 2, strict=True)]
+    found, tokenizer = load(folder, tmp_path, "glm4", [{"messages": said}]), load_tokenizer(folder)
+    tokens = found.responses["responses"].row(0).tolist()
+    learned = found.padded("own", [0], (len(tokens),))[0].tolist()
+    assert tokenizer.decode(tokens, special=True) == "\nb<|user|>\nc<|assistant|>\nd<|user|>"
+    assert learned == [1, 1, 1, 0, 0, 0, 1, 1, 1]
