@@ -37,8 +37,9 @@ test: .venv/.installed-test  ## the whole suite but what is marked slow; ends wi
 test-unit test-mpi: test-%: .venv/.installed-test  ## one of its parts: unit and e2e tests, or those of several ranks
 	$(BIN)/python -m tests.run_all $*
 
-test-slow: .venv/.installed-test $(TRITONS:%=.cache/triton-%)  ## what `make test` leaves out: more of the same
+test-slow: .venv/.installed-test $(TRITONS:%=.cache/triton-%)  ## what `make test` leaves out: more of the same, and the site
 	$(BIN)/python -m tests.run_all --slow
+	$(MAKE) docs
 
 test-busy: .venv/.installed-test  ## what depends on seconds or once did, beside six busy processes; ten minutes at most
 	$(BIN)/python -m tests.run_all --busy
@@ -66,7 +67,7 @@ format: .venv/.installed-test
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-docs: .venv/.installed-test .venv-docs/.installed  ## the documents as a site with search, in build/site; not part of `make test`
+docs: .venv/.installed-test .venv-docs/.installed  ## the documents as a site with search, in build/site, and its tests; part of `make test-slow`
 	NO_MKDOCS_2_WARNING=1 RLHF_SPMD_PYTHON=$(BIN)/python .venv-docs/bin/mkdocs build --quiet --strict -f tools/site/mkdocs.yml
 	$(BIN)/python -m pytest -q -rs tests/site
 

@@ -1,8 +1,8 @@
-"""Draws a token from logits with given random bits: inverse CDF down a tree of fixed blocks of the vocabulary.
+"""Samples a token from logits with given random bits: inverse CDF down a tree of fixed blocks of the vocabulary.
 
-    z_v = logits_v / temperature,   p_v = exp(z_v - max z) / sum over the support,   token = what the tree draws
+    z_v = logits_v / temperature,   p_v = exp(z_v - max z) / sum over the support,   token = sample of the tree
 
-support.py defines the support, cdf_tree.py the draw. The blocks are fixed, so a rank that owns a shard of the
+support.py defines the support, cdf_tree.py the sampling. The blocks are fixed, so a rank that owns a shard of the
 vocabulary computes the same block masses, the token does not depend on tensor parallelism (sample_shard.py), and only
 one block per row is read in detail.
 
@@ -229,7 +229,7 @@ def sample_triton(
 def sample(
     logits_BV: Tensor, bits_B, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, num_stored: int = 0
 ) -> Sampled:
-    """Draws a token per row.
+    """Samples a token per row.
 
     bits_B: int64, from philox.random_bits; tensor or numpy.
     temperature, top_k, top_p, min_p: numbers or tensors [B]. temperature 0 takes the lowest id among the largest

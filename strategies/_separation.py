@@ -1,5 +1,5 @@
-"""What separation and heterogeneous share: the options of both, and the placement of training on some ranks and of all
-else on others."""
+"""Shared by separation and heterogeneous: their options, and the placement of training on some ranks and of all other
+calls on the rest."""
 
 from dataclasses import dataclass, replace
 

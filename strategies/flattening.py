@@ -1,7 +1,7 @@
 """Flattening: every call of every model on all ranks, one layout for all. Nothing moves between ranks but gradients.
 
 The co-located placement of DeepSpeed-Chat and most other systems; the baseline of APP (arXiv 2312.11819). Each rank
-holds all models, so memory is what limits it; `zero` shards what is trained, stage 3 all weights, which inference
+holds all models, so memory limits it; `zero` shards the models that train, stage 3 all weights, which inference
 gathers one layer after another and generation as a whole. For a model that a rank cannot hold as a whole, `tp` splits
 generation into slices, as DeepSpeed-Chat's hybrid engine does; new weights then move to the slices once in an
 iteration.

@@ -1,7 +1,7 @@
 """Heterogeneous: generation and inference on one type of device, training on the other.
 
 A cluster file (`--cluster FILE`) names the device type of every node. Generation is bound by memory bandwidth and
-training by arithmetic, so the two kinds of device can each do what they are better at; else it is separation, with
+training by arithmetic, so each kind of device does the work that suits it; otherwise as separation, with
 streaming to the trainers and shadows that get the new weights. A layout never crosses device types. APP (arXiv
 2312.11819) leaves the ratios on mixed devices open; `ratios` sets them.
 """

@@ -2,7 +2,7 @@
 
 Under PPO these are the reference and the reward model; the models that train are everywhere. A rank that holds one of
 the frozen models also takes the rows of its partners, the ranks that do not: it begins with its own rows while theirs
-are on their way, and sends the results back, which are waited for only where training needs them. The frozen models
+are on their way, and sends the results back; ranks wait for results only where training needs them. The frozen models
 take half the memory of flattening. The synchronous pairs of APP's Interleaving (arXiv 2312.11819).
 """
 

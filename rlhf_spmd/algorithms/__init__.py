@@ -1,1 +1,1 @@
-"""Algorithms: one page each (page.py defines the interface), and the pure functions that their calls name."""
+"""Algorithms: one file each (page.py defines the interface), and the pure functions that their calls name."""

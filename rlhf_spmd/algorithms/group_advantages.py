@@ -1,6 +1,6 @@
 """Advantages without a critic: from the other samples of a prompt, from a greedy response, or from the whole batch.
 
-Pure functions that the pages grpo, rloo, remax, reinforce_plus_plus and distill name. All sums over the batch are sums
+Pure functions that grpo, rloo, remax, reinforce_plus_plus and distill name. All sums over the batch are sums
 over rows, added over all ranks, so results do not depend on the number of ranks.
 
 Legend: N groups (prompts), S samples of a prompt, G response tokens; G is generation.max_new_tokens.
@@ -86,7 +86,7 @@ def equal_groups(
     overlong_buffer: int = 0,
     overlong_penalty: float = 1.0,
 ) -> Tensor:
-    """Returns 1.0 for the responses of a group with equal rewards, as `group_advantages` has them, which is drawn again
+    """Returns 1.0 for the responses of a group with equal rewards, as in `group_advantages`, which is sampled again
     ([DAPO] section 3.2), else 0.0: equal_NS."""
     rewards_NS = overlong_rewards(
         scores_NS, mask_NSG, overlong=overlong, overlong_buffer=overlong_buffer, overlong_penalty=overlong_penalty

@@ -1,4 +1,4 @@
-"""Ratios of probabilities, and weights of a loss where the policy that drew is not quite the one that trains.
+"""Ratios of probabilities, and weights of a loss where the policy that sampled is not quite the one that trains.
 
 Pure functions of tensors. Legend: B sequences, G response tokens; mask_BG bool, True on the tokens that are trained on;
 elsewhere other [B, G] tensors may hold anything, even NaN.

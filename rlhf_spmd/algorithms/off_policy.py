@@ -2,7 +2,7 @@
 
 Old logprobs are those of the policy before training. The generator has the same weights, but another order of
 summation, and in bfloat16 the two differ visibly. With w = exp(old logprob - generator's logprob), a loss is multiplied
-by importance weights, at most a cap, and loses what `rejection` leaves out. Where batches are drawn one iteration
+by importance weights, at most a cap, and loses what `rejection` leaves out. Where batches are sampled one iteration
 ahead, the generator is also older. Only old logprobs of the policy with which training begins can show that: those of a
 pass (current), or an estimate of them (loglinear). The tensor math is in importance.py. No torch, no ranks.
 """

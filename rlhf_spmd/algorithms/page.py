@@ -1,6 +1,6 @@
-"""The interface of an algorithm's page. No torch, no ranks.
+"""The interface of an algorithm file. No torch, no ranks.
 
-A page is a module with
+An algorithm file is a module with
 
     TITLE                 the algorithm's name for people
     Options               a frozen dataclass derived from `page.Options`: `NAME.option=value` on the command line
@@ -20,9 +20,9 @@ A page is a module with
                           mini_batch or max_new_tokens, if it has such a parameter
 
 `workflow` and `after_iteration` get their arguments by keyword. So do the functions that calls name, which are looked
-up in the page, then in advantages.py, group_advantages.py, surrogates.py, likelihood.py and preferences.py.
+up in the algorithm file, then in advantages.py, group_advantages.py, surrogates.py, likelihood.py and preferences.py.
 A parameter of theirs is the name of an argument of the call, a word of the runtime (plan/runtime_words.py: `mask`,
-`ended`; in a loss also `logprobs`, `most_likely`, `entropy`, `values` or `scores` of the model that trains, behind the
+`ended`; in a loss also `logprobs`, `most_likely`, `entropy`, `values` or `scores` of the model that trains, after the
 name of the responses where a call reads two, and `lag_share` with loglinear=True), an option or a part of the state,
 without the letters of its shape (`logprobs_BG` is `logprobs`). Besides its results a function may return sums for the
 log, name -> (sum, weight).
@@ -66,7 +66,7 @@ class AssistantTokens:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A method that options make of a page.
+    """A method that options make of an algorithm.
 
     words: the options, each without `NAME.` before it, and what the user puts in for capitals.
     formula: what differs.
@@ -91,7 +91,7 @@ class Metric:
     """A number of the log.
 
     group: in TensorBoard.
-    column, form: heading and format of its column on the console.
+    column, form: title and format of its column on the console.
     when: whether a run with these options has the column; None: every run has.
     leaves: where the columns do not fit on a line, those with the largest number are left out first, and of equal ones
         the last.

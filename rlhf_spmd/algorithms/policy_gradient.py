@@ -1,4 +1,4 @@
-"""What the pages of the algorithms without a critic share: options of the loss, roles and metrics. No torch, no ranks.
+"""What the algorithms without a critic share: options of the loss, roles and metrics. No torch, no ranks.
 
 The loss is `surrogate_loss` (surrogates.py). grpo.py, rloo.py, remax.py and reinforce_plus_plus.py differ in their
 advantages (group_advantages.py) and in their defaults.
@@ -69,7 +69,7 @@ def divisor(options: Options) -> Literal["tokens", "responses"]:
 
 def loss_problem(options: Options, *, kl_estimator: str | None = None, kl_unbiased: bool | None = None) -> str:
     """Returns why options of the loss contradict each other; empty if they do not. kl_estimator: where the KL
-    divergence is a term of the loss. kl_unbiased: the option, of pages that have it."""
+    divergence is a term of the loss. kl_unbiased: the option, of algorithms that have it."""
     if found := off_policy.problem(options):
         return found
     if options.ratio_level != "token" and options.importance_weights == "token":

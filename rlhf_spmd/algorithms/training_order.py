@@ -3,7 +3,7 @@
 The rows of an iteration lie in a matrix [num_mini_batches, mini_batch]: a row of the matrix is one mini-batch, and a
 data-parallel rank owns a range of the *columns*.
 
-    epoch 0    one random permutation of all rows, laid into the matrix. It is drawn before generation, so prompts can
+    epoch 0    one random permutation of all rows, laid into the matrix. It is chosen before generation, so prompts can
                be submitted in that order, and a trainer can start on the first mini-batch while later ones are still
                generated.
     epoch > 0  every column of that matrix is permuted independently of the others.

@@ -258,7 +258,7 @@ class Config(OptionTree):
     parity_tolerance: NonNegative | None = None
     # number of seconds without activity after which a job counts as hung
     deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0
-    # number of prompts whose responses are shown before and after training, of four times as many; 0: none
+    # number of prompts whose responses before and after training are printed, chosen from four times as many; 0: none
     num_samples: NonNegativeInt = 3
     wandb: str = ""  # project at Weights & Biases to log to; empty: nothing is logged there
     mlflow: str = ""  # experiment at MLflow to log to; empty: nothing is logged there
@@ -398,7 +398,7 @@ def _assigned(config: Config, setting: Setting) -> Config:
 
 
 def evaluated(config: Config) -> Config:
-    """Returns the options of the evaluation in a run, in the places of those of training."""
+    """Returns the options of training with those of the evaluation in their place."""
     evaluation, generation = config.eval, config.generation
     max_new_tokens = evaluation.max_new_tokens or generation.max_new_tokens
     # the number of prompts is known before they are tokenised, so none is dropped

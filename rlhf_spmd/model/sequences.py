@@ -137,7 +137,7 @@ def response_logprobs(
     request, its entropy_BG, and whether no other token was more likely; 0 on padding.
 
     support_BGK: the sampling support of each token, if sampling was restricted.
-    known: tokens that may be drawn; all others are banned everywhere, as are the EOS ids at the first min_new_tokens
+    known: tokens that may be sampled; all others are banned everywhere, as are the EOS ids at the first min_new_tokens
         positions of a response.
 
     The full logits are never materialised.

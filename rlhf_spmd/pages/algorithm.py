@@ -1,4 +1,4 @@
-"""Finds the page of an algorithm by name or file; algorithms/page.py says what a page is. Imports no torch."""
+"""Finds an algorithm by name or file; algorithms/page.py defines the contents of its file. Imports no torch."""
 
 import dataclasses
 import importlib
@@ -45,7 +45,7 @@ WRONG_VALUES = (ValueError, KeyError, TypeError, AttributeError)  # of read_stat
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """A loaded page. `source` is its text, kept in the run folder and compared across ranks."""
+    """A loaded algorithm file. `source` is its text, kept in the run folder and compared across ranks."""
 
     name: str  # of its options on the command line
     from_file: bool  # it does not come with the package
@@ -122,8 +122,8 @@ class Algorithm:
     def function(self, name: str, module: str = "") -> PageFunction:
         """Finds the function that a call names, and its companions. Raises UserError if there is no such function.
 
-        module: that it is from; empty: it is looked up in the page, then in FUNCTIONS. A companion must be where that
-            function is, so that a page's function gets none of a shared function of the same name.
+        module: its module; empty: the algorithm file, then those of FUNCTIONS. A companion must be in the module of the
+            function, so that a user's function gets none of a shared function of the same name.
         """
         if module and module not in FUNCTIONS:
             raise UserError(f"algorithm {self.name}: {module}.{name}: functions are in {', '.join(FUNCTIONS)}")
@@ -154,17 +154,17 @@ class Algorithm:
         return int(getattr(self.module, "SAMPLES_PER_PROMPT", 1))
 
     def refused(self, options: page.Options, *, can_end: bool) -> str:
-        """Returns why the page refuses a model whose responses cannot end before max_new_tokens; empty if it does
+        """Returns why the algorithm refuses a model whose responses cannot end before max_new_tokens; empty if it does
         not."""
         return self._answer("refused", options=options, can_end=can_end)
 
     def problem(self, options: page.Options, **sizes: int) -> str:
-        """Returns what the page says against its options in a run of these sizes; empty if nothing. sizes: options of
-        the run by name, of which the page asks for those that matter."""
+        """Returns why the algorithm refuses its options in a run of these sizes; empty if it does not.
+        sizes: options of the run by name, of which the file asks for some."""
         return self._answer("problem", options=options, **sizes)
 
     def _answer(self, name: str, **available: Any) -> str:
-        """Returns what a function says that the page may have; empty if it has none."""
+        """Returns what a function says that the algorithm file may have; empty if it has none."""
         function = getattr(self.module, name, None)
         if function is None:
             return ""
@@ -175,7 +175,7 @@ class Algorithm:
     def calling(
         self, name: str, function: Callable[..., Any], *, lets: tuple[type[Exception], ...] = ()
     ) -> AbstractContextManager[None]:
-        """Handles errors of calling a function that the page names; an error in a page of the package is one of the
+        """Handles errors of a function that the algorithm names; an error in an algorithm of the package is one of the
         program."""
         if not self.from_file:
             return nullcontext()
@@ -185,7 +185,7 @@ class Algorithm:
 
     @property
     def state_sums(self) -> tuple[str, ...]:
-        """The sums of computes from which the state follows; empty: the page does not say so."""
+        """The sums of computes from which the state follows; empty: the algorithm file does not say so."""
         return tuple(getattr(self.module, "STATE_SUMS", ()))
 
     def initial_state(self, options: page.Options) -> Any:
@@ -193,7 +193,7 @@ class Algorithm:
         return self._state_by("initial_state", options=options)
 
     def read_state(self, values: Mapping[str, Any]) -> Any:
-        """Returns the state of a checkpoint. Raises one of WRONG_VALUES, or UserError if the page raises anything
+        """Returns the state of a checkpoint. Raises one of WRONG_VALUES, or UserError if the algorithm raises anything
         else."""
         return self._state_by("read_state", values=values)
 
@@ -210,7 +210,7 @@ class Algorithm:
         return self._state_by("after_iteration", state=state, options=options, **values)
 
     def _state_by(self, name: str, **arguments: Any) -> Any:
-        """Returns the state that a function of the page makes; None if the page has none. Raises UserError if a user's
+        """Returns the state that a function of the algorithm makes; None if it has none. Raises UserError if a user's
         function fails."""
         if not self.has_state:
             return None
@@ -284,7 +284,7 @@ def load_algorithm(name: str, title: str | None = None) -> Algorithm:
 
 
 class _Page(BaseModel):
-    """The types of what a page has; page.py says what it means."""
+    """The types of the contents of an algorithm file; page.py explains them."""
 
     model_config = ConfigDict(strict=True, arbitrary_types_allowed=True, revalidate_instances="always")
 
@@ -297,7 +297,7 @@ class _Page(BaseModel):
 
 
 def _problem(module: ModuleType) -> str:
-    """Returns what is wrong with a page; empty if nothing is."""
+    """Returns the first mistake in an algorithm file; empty: none."""
     try:
         _Page.model_validate({name: getattr(module, name) for name in _Page.model_fields if hasattr(module, name)})
     except ValidationError as error:

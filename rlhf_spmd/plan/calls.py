@@ -100,8 +100,8 @@ class Infer(_ModelCall):
     """A forward pass without gradients that makes one key.
 
     kept: the key of the sampling supports.
-    current: where the next batch is drawn while one trains, it belongs to training, and has the weights with which that
-        begins; else it has the weights that drew.
+    current: where the next batch is sampled while one trains, it belongs to training, with the weights with which that
+        begins; else it has the weights that sampled.
     drawn: the key of the generator's logprobs, with which the parity gate compares the result; a call without outputs
         does nothing else, for the first mini-batch (program/ahead.py).
     """
@@ -134,7 +134,7 @@ class Compute:
     scope: the rows that it must see at once to make one of them.
     sums: whether it ends with sums over the whole batch.
     module: that the function is from; empty: it is looked up.
-    rounds: how often rows are drawn, at most, until it makes 0 for all of them (program/rounds.py).
+    rounds: how often rows are sampled, at most, until it makes 0 for all of them (program/rounds.py).
     """
 
     name: str
@@ -275,7 +275,7 @@ def is_gate(call: Call) -> bool:
 
 
 def is_read_by_both(call: Call, workflow: Workflow) -> bool:
-    """Returns whether a compute is read by calls that train a batch and by calls that draw one."""
+    """Returns whether a compute is read by calls that train a batch and by calls that sample one."""
     readers = {trains(reader, workflow) for reader in workflow.consumers(call.outputs)}
     return isinstance(call, Compute) and len(readers) == 2
 

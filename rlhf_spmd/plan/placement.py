@@ -29,8 +29,8 @@ class Placement:
         cheaper than one of many, but the first mini-batch ends later among many.
     chain: an iteration begins on each rank when that rank can, not when all have ended the one before, unless that is
         asked for (see `chains`); models whose new weights others wait for train first (program/chain.py).
-    ahead: 1: the next batch is drawn while one trains, with weights that are one iteration old (program/ahead.py).
-        Calls before training then run on whole batches. 0: every batch is drawn with the newest weights.
+    ahead: 1: the next batch is sampled while one trains, with weights that are one iteration old (program/ahead.py).
+        Calls before training then run on whole batches. 0: every batch is sampled with the newest weights.
     """
 
     layouts: Mapping[str, Layout]
@@ -133,13 +133,13 @@ class Placement:
         return cls(layouts, (), (), stream, in_flight, decode_mini_batches, chain, ahead)
 
     def streams(self, workload: Workload) -> bool:
-        """Returns whether an iteration streams: the placement asks for it, no batch is drawn ahead, and no call needs
+        """Returns whether an iteration streams: the placement asks for it, no batch is sampled ahead, and no call needs
         the whole batch before the weights change."""
         return self.stream and not self.ahead and not any(map(workload.needs_batch, workload.workflow.calls))
 
     def chains(self, workload: Workload) -> bool:
         """Returns whether an iteration may begin before all ranks have ended the one before: the placement asks for
-        it, no batch is drawn ahead or in rounds, and not every iteration ends with something that needs all ranks."""
+        it, no batch is sampled ahead or in rounds, and not every iteration ends with something that needs all ranks."""
         may = self.chain and not self.ahead and workload.may_chain and workload.rounds == 1
         return may and bool(workload.workflow.train_calls)
 

@@ -1,6 +1,6 @@
 """Names that the runtime defines: keys of generated data, readouts of a model's output, and shapes of data.
 
-The page of an algorithm names every other key, role and function.
+The file of an algorithm names every other key, role and function.
 """
 
 from typing import Literal
@@ -35,13 +35,13 @@ READOUTS: dict[str, tuple[str, Shape]] = {
 
 
 def actions_of(responses: str) -> str:
-    """Returns the key that says which tokens of responses were drawn, and which episodes ended by themselves, if
+    """Returns the key that says which tokens of responses were sampled, and which episodes ended by themselves, if
     responses are episodes of several turns (runtime/generation/episodes.py); else there is no such key."""
     return responses + ACTIONS
 
 
 def rewards_of(responses: str) -> str:
-    """Returns the key of the rewards of turns, each on the last token that the turn drew."""
+    """Returns the key of the rewards of turns, each on the last token that the turn sampled."""
     return responses + REWARDS
 
 

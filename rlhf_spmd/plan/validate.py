@@ -67,7 +67,7 @@ def _overlap_problems(placement: Placement, workflow: Workflow) -> Iterator[str]
 
 
 def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
-    """Yields why a batch cannot be drawn while another one trains, or what makes no sense unless it is."""
+    """Yields why a batch cannot be sampled while another one trains, or what makes no sense unless it is."""
     if not placement.ahead:
         for train in workflow.train_calls:
             if train.loglinear:
@@ -87,7 +87,7 @@ def _ahead_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
 
 
 def ahead_problems(ahead: int, workflow: Workflow) -> Iterator[str]:
-    """Yields why a workflow's batches cannot be drawn ahead, wherever its calls are placed."""
+    """Yields why a workflow's batches cannot be sampled ahead, wherever its calls are placed."""
     if ahead != 1:
         yield f"ahead {ahead}: a batch can be sampled one iteration ahead; use 0 or 1"
     if not workflow.generate_calls or not workflow.train_calls:

@@ -88,7 +88,7 @@ class Recorder:
                 raise UserError(f"{call}: {value.key} is not a {shape}; the order is prompts, then responses")
 
     def turns_of(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """Returns the keys that say which tokens of responses were drawn; none where responses have one turn. keys:
+        """Returns the keys that say which tokens of responses were sampled; none where responses have one turn. keys:
         any."""
         return tuple(key for key in map(actions_of, keys) if key in self.shapes)
 
@@ -139,8 +139,8 @@ class Recorder:
         arguments: parameter of the function -> data.
         scope: the rows that the function must see at once: one, all samples of a prompt, a mini-batch, the batch.
         sums: the results become final in `FUNCTION_finish`, which gets the sums of `FUNCTION_sums` over the batch.
-        rounds: above 1, the groups for which the result is not 0 are drawn again with further prompts, so that rows are
-            drawn that often at most.
+        rounds: above 1, groups for which the result is not 0 are sampled again with further prompts, so that rows are
+            sampled that often at most.
         """
         keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
         _one_of(f"{function}(scope={scope!r})", scope, get_args(Scope))
@@ -198,7 +198,7 @@ class Model:
 
         function: the readout (`logprobs` of an lm head, `values` or `scores` of a scalar one).
         output: its key.
-        current: with the weights with which training begins, also where the responses are drawn with older ones.
+        current: with the weights with which training begins, also where the responses are sampled with older ones.
         """
         (head, shape), role = READOUTS.get(function, ("", "row")), self.recorder.roles[self.name]
         if head != role.head:

@@ -238,7 +238,7 @@ class Workload:
 
     @property
     def rounds(self) -> int:
-        """How often rows are drawn, at most (program/rounds.py)."""
+        """How often rows are sampled, at most (program/rounds.py)."""
         return max((call.rounds for call in self.workflow.computes), default=1)
 
     @property

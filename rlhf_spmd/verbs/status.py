@@ -72,4 +72,5 @@ def _row(record: Record, now: float) -> tuple[str, ...]:
     memory += f" + {record.device_bytes / 2**30:.1f} on device" if record.device_bytes else ""
     state = "ended" if record.end_s else STATES.get(record.state, record.state)
     seen, since = f"{now - record.beat_s:,.1f} s ago", f"{now - record.now.since_s:,.1f} s"
-    return str(record.rank), record.host, state, memory, seen, since, record.where
+    doing = "" if record.end_s and not (record.status or record.signal) else record.where
+    return str(record.rank), record.host, state, memory, seen, since, doing

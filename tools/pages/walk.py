@@ -23,7 +23,7 @@ SMALL = ("rollout_batch=16", "mini_batch=8", "generation.max_new_tokens=8", "num
 FORK, IN_LOOP = "InstructionLoop.iteration", "Loop.iterations"  # where most ways part; a frame of all of them
 # heading -> a function, and one through which the way there leads
 WAYS = {
-    "A token is drawn": ("sample", "generate"),
+    "A token is sampled": ("sample", "generate"),
     "The model reads a micro-batch that is trained on": ("Transformer.forward", "optimizer_step.py"),
     "The loss of a micro-batch": ("policy_loss", ""),
     "Gradients are summed over ranks": ("Sender.send", ""),
@@ -58,7 +58,7 @@ TO_READ = (
 MOST_FILES, MOST_LINES = 12, 2450
 HEADING = f"""# One iteration
 
-The functions that lead from `main` to the places that a reader looks for, in the order in which they call each other;
+The functions that lead from `main` to what a reader looks for, in the order in which they call each other;
 frames of torch and Python are left out. `python -m tools walk` writes this page from a run of the demo, PPO by
 separation on {RANKS} ranks (`make demo`), and a test compares.
 
@@ -68,9 +68,9 @@ this, in the order of its formulas: read it first.
 ## Files to read
 
 At most {MOST_FILES} files of at most {MOST_LINES:,} lines together are enough to follow PPO by separation from
-`main` to the model and to a loss: its page and strategy, what the instructions mean, and every file of `runtime/run`,
-`runtime/execute`, `runtime/engines`, `plan` and `algorithms` on that way. What comes before it (the command line), what
-lies below it (the model, the kernels) and the other ways of this page can wait.
+`main` to the model and to a loss: its algorithm and strategy, the meaning of instructions, and every file of
+`runtime/run`, `runtime/execute`, `runtime/engines`, `plan` and `algorithms` on that path. Skip the command line, the
+inside of the model, kernels and the other paths of this page on a first reading.
 
 """
 

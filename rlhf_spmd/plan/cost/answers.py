@@ -5,10 +5,10 @@ a row costs the others nothing, so generation takes the longest of three:
 
     the engine's own seconds;
     those of the row that waits longest, and of its decode steps;
-    those of all rows one after another in the places of the batch, which a waiting row keeps.
+    those of all rows one after another in the slots of the batch, which a waiting row keeps.
 
 A wait is lognormal with a mean and a 95th percentile. The waits of a row together are a convolution power on a grid,
-and the longest of n rows is an expectation over it, E[longest] = sum of 1 - F^n, as in lengths.py: nothing is drawn.
+and the longest of n rows is an expectation over it, E[longest] = sum of 1 - F^n, as in lengths.py: nothing is sampled.
 """
 
 import math

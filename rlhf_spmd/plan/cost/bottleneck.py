@@ -1,8 +1,8 @@
 """The bottleneck of each call: the resource that would save most of its time if it were infinitely fast.
 
-A call's own seconds are computed again with each resource of the calibration infinitely fast in turn, as in a roofline
-(Williams et al., CACM 52(4), 2009). Instructions are costed one by one, and nothing is simulated again. Tables of
-measured shapes are not used, because they do not separate resources.
+The time of a call is computed once for each resource of the calibration, with this resource infinitely fast, as in a
+roofline (Williams et al., CACM 52(4), 2009). Instructions are costed one by one, and nothing is simulated again. Tables
+of measured shapes are not used, because they do not separate resources.
 """
 
 from collections.abc import Callable

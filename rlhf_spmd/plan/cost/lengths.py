@@ -1,18 +1,18 @@
 """How long responses are: their distribution, the longest of some rows, and the decode steps of rows that take turns.
 
 A distribution is its survival function S(x) = P(length > x) on a fixed grid, so every expectation is a sum over the
-grid and the same each time; nothing is drawn. E[length] = sum of S, and E[longest of n] = sum of 1 - (1 - S)^n.
+grid and the same each time; nothing is sampled. E[length] = sum of S, and E[longest of n] = sum of 1 - (1 - S)^n.
 
-An engine with k places decodes n > k rows: when a row ends, the next takes its place. Each place is a renewal process
+An engine with k slots decodes n > k rows: when a row ends, the next takes its slot. Each slot is a renewal process
 (Feller, An Introduction to Probability Theory, volume 2, chapter XI). With f the mass function of lengths, rows start
-in a place with u(t) = sum_j f(j) u(t - j), u(0) = 1, until the k places have started n rows at the time T. Rows that
+in a slot with u(t) = sum_j f(j) u(t - j), u(0) = 1, until the k slots have started n rows at the time T. Rows that
 started at s are active at t with S(t - s), so of the expected rows at T + d, A(d) = k sum_(s <= T) u(s) S(T + d - s),
 one has just started, and the others end independently: the last row has ended with the probability
 
     (1 - S(d)) (1 - r(d))^(A(0) - 1),  r(d) = (A(d) - S(d)) / (A(0) - 1).
 
 T is what makes the rows' tokens n E[length]. This is exact for n <= k, for k = 1 and for rows of one length; elsewhere
-the error is small beside what iterations differ by (a test compares with rows that are drawn).
+the error is small beside what iterations differ by (a test compares with rows that are sampled).
 
 Data-parallel shards wait for the slowest of D: with F(d) the probability above, all have ended with F(d)^D, where the
 time at which a shard starts its last rows differs from T by a normal variable, variance (n - k) Var[length] / k^2.
@@ -94,7 +94,7 @@ class Decoding:
 
     steps: expected until the last row has ended.
     phases: how many steps have how many active rows, of which the expected tokens are the sum of products.
-    begins, ends: steps after which rows begin in the places of others, or end.
+    begins, ends: steps after which rows begin in the slots of others, or end.
     """
 
     steps: float
@@ -182,7 +182,7 @@ def of_sequences(responses: ResponseLengths, limit: int) -> LengthDistribution:
 
 @lru_cache(maxsize=4096)
 def decode(lengths: LengthDistribution, num_rows: int, places: int, num_shards: int = 1) -> Decoding:
-    """Returns the expected decode steps of some rows in so many places at most, of the slowest of some shards that each
+    """Returns the expected decode steps of some rows in so many slots at most, of the slowest of some shards that each
     have such rows."""
     places = min(places, num_rows)
     if not places:
@@ -267,7 +267,7 @@ def _later(ended: np.ndarray, deviation: float, num_shards: int) -> float:
 
 def _starts(survival: np.ndarray, rows: float, places: int, step: float) -> tuple[np.ndarray, float, int]:
     """Returns the rows that one place starts in each cell, up to that in which it has started so many in all, and in as
-    many cells as a row can last; in how many steps after the first some of all places start one; and that cell. Once
+    many cells as a row can last; in how many steps after the first some of all slots start one; and that cell. Once
     starts have settled at 1 / mean a cell, cells are skipped."""
     mass, size = -np.diff(survival, append=0.0)[::-1], len(survival)  # f of the longest ... f(1)
     settled = 1.0 / float(survival.sum())
@@ -292,17 +292,17 @@ def _starts(survival: np.ndarray, rows: float, places: int, step: float) -> tupl
 
 
 def _cut(survival: np.ndarray, cells: np.ndarray) -> np.ndarray:
-    """Returns the chance that in a cell a place ends a row that is cut at the limit, as all its earlier ones were: such
-    rows of all places end in one step."""
+    """Returns the chance that in a cell a slot ends a row that is cut at the limit, as all its earlier ones were: such
+    rows of all slots end in one step."""
     number, rest = np.divmod(cells, len(survival))
     return np.where(rest == 0, survival[-1] ** number, 0.0)
 
 
 def _hit(chances: np.ndarray, together: np.ndarray | float, places: int, step: float) -> np.ndarray:
-    """Returns the expected steps of each cell in which something happens in one of some places.
+    """Returns the expected steps of each cell in which something happens in one of some slots.
 
-    chances: that it happens in a place, in some step of the cell.
-    together: that it does so in one step for all places.
+    chances: that it happens in a slot, in some step of the cell.
+    together: that it does so in one step for all slots.
     """
     width = max(step, 1.0)
     at_once = _any_of(np.asarray(together), places)

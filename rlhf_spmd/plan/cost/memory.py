@@ -217,7 +217,7 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
 
 def rows_bytes(program: Program, rank: int) -> int:
     """Returns bytes of the data keys that a rank reads or makes, in its columns (runtime/execute/iteration.py: Store).
-    One iteration ahead, a rank has two batches of what is drawn: one that trains, and the next one."""
+    One iteration ahead, a rank has two batches of what is sampled: one that trains, and the next one."""
     workload, placement = program.workload, program.placement
     held: dict[str, set[range]] = {}
     for call in workload.workflow.calls:

@@ -1,13 +1,13 @@
-"""One iteration ahead: the program of a step in which one batch trains while the next one is drawn (Placement.ahead).
+"""One iteration ahead: the program of a step in which one batch trains while the next one is sampled (Placement.ahead).
 
-A step k trains batch k beside everything that comes before the training of batch k + 1, which is drawn with the weights
+Step k trains batch k beside everything that comes before the training of batch k + 1, which is sampled with weights
 after step k - 1; then the new weights go to their copies. So a batch is one iteration old when it trains, neither more
 nor less. In the list of a step, what trains is *delayed*: it belongs to the iteration before. The list ends with all
 its Waits and the Agree, so that no message crosses a step. The first time, in the prologue, only what is not delayed is
-executed, the last time, in the epilogue, only what is. Rows that are drawn and rows that train are in different stores.
+executed, the last time, in the epilogue, only what is. Sampled rows and rows that train are in different stores.
 
-When a batch trains, its weights are no longer those that drew it, so the parity gate cannot be in training. It is an
-inference by the weights that drew, on the ranks that drew, for the first mini-batch; where old logprobs are recomputed
+When a batch trains, its weights are no longer those that sampled it, so the parity gate cannot be in training. It is an
+inference by these weights, on the ranks that sampled, for the first mini-batch; where old logprobs are recomputed
 with these weights anyway, for all rows. A loss that reads START_LOGPROBS gets them by one more pass, which belongs to
 training: those of the generator are an iteration older.
 """
@@ -23,7 +23,7 @@ from rlhf_spmd.plan.workload import Workload
 
 
 def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Placement]:
-    """Adds the passes of a run that draws ahead to the workload and to the placement: parity gates, which run as the
+    """Adds the passes of a run that samples ahead to the workload and to the placement: parity gates, which run as the
     generation whose logprobs training reads, and those of `with_starts`, which run as training."""
     if not placement.ahead or not workload.workflow.train_calls:
         return workload, placement
@@ -44,7 +44,7 @@ def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Plac
 
 
 def with_starts(workload: Workload) -> Workload:
-    """Returns the workload of a run that draws ahead, with passes that infer the START_LOGPROBS of losses."""
+    """Returns the workload of a run that samples ahead, with passes that infer the START_LOGPROBS of losses."""
     workflow = workload.workflow
     added, shapes, trained = [], dict(workflow.shapes), {}
     for train in workflow.train_calls:
@@ -93,13 +93,13 @@ def _compared(train: Train) -> tuple[str, str]:
 
 def _repeats(call: Call, train: Train) -> bool:
     """Returns whether a call computes the generator's logprobs of what training reads again, with the weights that
-    drew."""
+    sampled."""
     is_pass = isinstance(call, Infer) and call.function == LOGPROBS and not call.current
     return is_pass and call.model == train.model and set(train.responses) <= set(call.inputs)
 
 
 def with_delays(program: Program) -> Program:
-    """Returns the program of a run that draws ahead: a step trains the batch of the iteration before, so all that works
+    """Returns the program of a run that samples ahead: a step trains the batch of the last iteration, so all that works
     on it, or with the weights that it makes, is delayed."""
     if not program.placement.ahead:
         return program
@@ -114,7 +114,7 @@ def with_delays(program: Program) -> Program:
 
 
 def is_late(program: Program, instruction: Instruction) -> bool:
-    """Returns whether an instruction of a step works on the batch that trains, and not on the one that is drawn."""
+    """Returns whether an instruction of a step works on the batch that trains, and not on the one that is sampled."""
     workflow = program.workload.workflow
     if isinstance(instruction, Run):
         return any(trains(call, workflow) for call in workflow.calls if call.name == instruction.call)
@@ -128,7 +128,7 @@ def is_late(program: Program, instruction: Instruction) -> bool:
 
 
 def drawn_by(program: Program, rank: int) -> bool:
-    """Returns whether a rank makes anything of the batch that a step draws."""
+    """Returns whether a rank makes anything of the batch that a step samples."""
     if not program.placement.ahead:
         return False
     runs = (one for one in program.instructions[rank] if isinstance(one, Run) and not one.delay)

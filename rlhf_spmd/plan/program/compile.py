@@ -7,7 +7,7 @@ that reads them, so that it overlaps with everything between.
 
 By NCCL a rank that only receives rows posts them when it has a notice of their senders, and waits for that notice where
 it waits for the rows. Before that it posts, in the order of their senders, what else it knows to come. So all ranks
-still post in the order of emission. Weights are posted where they are waited for; so are, by NCCL, rows that are drawn
+still post in the order of emission. Weights are posted where they are waited for; so are, by NCCL, rows sampled
 for the next step, at the end of this one.
 
 Calls that rounds repeat (rounds.py) come first, once for each round. A rank ends all messages of a round before the
@@ -61,7 +61,7 @@ from rlhf_spmd.plan.workload import Workload
 
 
 def compile_program(workload: Workload, placement: Placement, cluster: Cluster) -> Program:
-    """Compiles one iteration, with the parity gates of a run that draws ahead. Raises UserError if the placement does
+    """Compiles one iteration, with the parity gates of a run that samples ahead. Raises UserError if the placement does
     not fit the workload or the cluster."""
     workload, placement = with_rounds(*with_gates(workload, placement))
     validate(placement, workload, cluster)
@@ -231,14 +231,14 @@ class _Compiler:
         return arriving
 
     def _waits_for_next_step(self, move: Move) -> bool:
-        """Returns whether rows are drawn in this step and trained on in the next one, before which all Waits end."""
+        """Returns whether rows are sampled in this step and trained on in the next one, before which all Waits end."""
         workflow = self.workload.workflow
         made_by, read_by = (workflow.call(names[0]) for names in (move.producers, move.consumers))
         return self.placement.ahead > 0 and trains(read_by, workflow) and not trains(made_by, workflow)
 
     def _is_last(self, number: int) -> bool:
         """Returns whether rows move at the end of the step. By NCCL they would have to wait there for ranks that train,
-        and before all that their sender sends after them, so that drawing would wait for training."""
+        and before all that their sender sends after them, so that sampling would wait for training."""
         move = self.moves[number % len(self.moves)]
         by_nccl = has_gpus(self.cluster) and self.transfers[number].communicator != HOST
         return by_nccl and not self.transfers[number].round and self._waits_for_next_step(move)

@@ -10,7 +10,7 @@ Wait      blocks until this rank's part of a posted transfer is done, which need
 Load      brings the weights of a frozen model from host memory to the device; Offload frees them there.
 Agree     is a control message among all ranks (MPI), at the end of an iteration. In a chain of iterations (chain.py)
           ranks do not wait for it, and some of them agree on the state of the next iteration where they can. Another
-          begins a round of drawing (rounds.py), which is left out where no group is left to draw.
+          begins a round of sampling (rounds.py), which is skipped where no group remains to sample.
 
 A Run in a layout with stages (pp > 1) is one instruction here. Once the number of micro-batches (in generation: of
 tokens) is known, pipeline.py compiles it into a Run for each pass and the Posts and Waits between stages.

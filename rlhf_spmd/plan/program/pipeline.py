@@ -4,7 +4,7 @@ token.
 Training follows 1F1B (PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473): stage s of p runs
 min(p - s - 1, m) forwards ahead, then one forward and one backward in turn, then the remaining backwards, so that no
 stage ever holds the activations of more than p - s micro-batches. Inference is the forwards alone. In generation a
-token goes through all stages, the last stage draws the next one and sends it to the others.
+token goes through all stages, the last stage samples the next one and sends it to the others.
 
 The number m of micro-batches follows from the data, so a program holds one Run, and its body is compiled for each m: by
 the runtime for the m that the ranks agree on, by `check` for some (see `numbers`). A body ends for every m, also if a
@@ -143,7 +143,7 @@ def body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_micro_bat
 @cache
 def token_body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_tokens: int) -> Body:
     """Returns the instructions of one shard's ranks while they generate: the stages agree on the blocks of the cache;
-    each token of a batch is a forward of every stage, then the last stage sends the drawn tokens to the others; at the
+    each token of a batch is a forward of every stage, then the last stage sends sampled tokens to the others; at the
     end it sends the results. As in `body`, all slices do the same."""
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
     lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}

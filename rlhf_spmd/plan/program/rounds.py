@@ -1,4 +1,4 @@
-"""Rounds of drawing: groups that fail are drawn again with further prompts before the rest of an iteration (DAPO's
+"""Rounds of sampling: groups that fail are sampled again with further prompts before the rest of an iteration (DAPO's
 dynamic sampling, arXiv 2503.14476).
 
 A compute with `rounds` (calls.py) says which groups fail. It, and every call that it needs, directly or not, comes
@@ -44,7 +44,7 @@ def with_rounds(workload: Workload, placement: Placement) -> tuple[Workload, Pla
 
 
 def agreeing(workload: Workload, placement: Placement, cluster: Cluster) -> tuple[int, ...]:
-    """Returns the ranks that agree before a round: all, or one iteration ahead those that draw, so that training does
+    """Returns the ranks that agree before a round: all, or one iteration ahead those that sample, so that training does
     not wait for them."""
     if not placement.ahead:
         return tuple(cluster.ranks)

@@ -322,7 +322,7 @@ def _weights(program: Program) -> Iterator[Problem]:
 def _versions(program: Program, num: int) -> Iterator[Problem]:
     """Checks, for some iterations in a row, that weights move when no call uses or changes them: they are complete
     before a call of the next iteration reads or trains them, and none of their own still does when they move. One
-    iteration ahead, a call that draws reads those before, so that they are one iteration older."""
+    iteration ahead, a call that samples reads those before, so that they are one iteration older."""
     weights = [(number, move) for number, move in enumerate(program.transfers) if move.model is not None]
     for rank in program.cluster.ranks:
         steps = list(in_a_row(program, rank, num))

@@ -5,8 +5,8 @@ Run. A Wait ends only when every peer has posted the transfer; for weights, whos
 when all ranks of the transfer stand at the same Wait. Agree needs all ranks. NCCL executes the operations that a rank
 gives to a communicator one after another, in the order of the posts, so a transfer that waits for a peer delays the
 next. Each rank has three queues: for messages between calls in the world's communicator, for those through host memory,
-and for messages between stages. (The latter may have several communicators; one queue for all is stricter. gloo, which
-carries what goes through host memory, keeps no order; to keep one is stricter.)
+and for messages between stages. (The latter may have several communicators, and gloo, which
+carries messages through host memory, keeps no order: a single ordered queue is a stricter, so safe, model.)
 
 The semantics are monotone: a condition that releases a rank stays true once it is true. Hence all orders of arrival
 have the same outcome, and lists that end in one order end in every order; and where transfers need not keep the order

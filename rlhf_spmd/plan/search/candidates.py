@@ -271,7 +271,7 @@ class CallCosts:
         return self.workload.epochs * self.workload.num_mini_batches * step_s, step_s
 
     def _shares(self, call: ModelCall) -> list[float]:
-        """Returns the shares of the rows that a call computes in each round of drawing; [1.0] without rounds."""
+        """Returns the shares of the rows that a call computes in each round of sampling; [1.0] without rounds."""
         num = self.workload.rounds if call.name in repeated(self.workload.workflow) else 1
         return [share for number in range(num) if (share := self.workload.failed_groups**number)]
 

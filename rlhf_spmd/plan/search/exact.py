@@ -4,12 +4,12 @@ Calls are chosen one after another, those that train first. A partial choice is 
 no completion can be faster than the best choice so far. The bound is a sum over phases (iteration_model.py), since a
 phase depends on all earlier phases. Two calls of one phase either share a rank, and take as long as both together, or
 share none, and the second one has only the ranks that the first one leaves. While streaming, phases overlap: then the
-bound is one whole phase and one mini-batch of each other phase. One iteration ahead, the phases that draw and those
+bound is one whole phase and one mini-batch of each other phase. One iteration ahead, the phases that sample and those
 that train are two lines, whose bound is the larger of both sums.
 
 Two things make it quick. The calls that only infer are chosen last and together (inference_phase.py), unless that has
 failed before with at least as much memory and time. And the search first looks only for choices nearly as fast as the
-bounds, then step by step for slower ones, because the bounds drop little that is far from them.
+bounds, then step by step for slower ones, because bounds prune poorly far from the optimum.
 """
 
 from bisect import bisect_right
@@ -295,7 +295,7 @@ class _Branches:
 
     def _is_beaten(self) -> bool:
         """Returns, one iteration ahead, whether other choices for the calls that train, on the same ranks in the same
-        grids, were as fast and needed no more memory. They matter to the calls that draw through nothing else, as they
+        grids, were as fast and needed no more memory. They matter to calls that sample through nothing else, as they
         share no ranks."""
         model, chosen = self.model, [one if i in self.model.trains else None for i, one in enumerate(self.chosen)]
         ways = [(one.where, one.layout.zero == 3) for one in chosen if one]

@@ -46,7 +46,7 @@ class CallModel:
     """The searched calls of a workload on a cluster (all that have weights), and the costs of a choice for each.
 
     phases: indices of calls; each call of a phase depends, directly or not, on all calls of earlier phases of its line.
-    lines: indices of phases, one list for all, or one ahead: the phases that draw, and those that train meanwhile.
+    lines: indices of phases, one list for all, or one ahead: the phases that sample, and those that train meanwhile.
     evaluated_tokens, ahead: as in planner.search.
     late: train calls of other models than the first call's; what they do, the next iteration may begin without.
     chain: whether iterations are a chain.
@@ -112,7 +112,7 @@ class CallModel:
         return [list(range(first, stop)) for first, stop in zip(edges, [*edges[1:], num], strict=True)]
 
     def _take_apart(self) -> None:
-        """Makes two lines of the calls that draw a batch and of those that train the one before."""
+        """Makes two lines of the calls that sample a batch and of those that train the one before."""
         late_calls = set(self.trains)
         self.needs = [need & late_calls if i in late_calls else need for i, need in enumerate(self.needs)]
         drawing, training = (

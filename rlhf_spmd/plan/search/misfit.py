@@ -35,9 +35,9 @@ def roomiest(space: Space, budget: Budget) -> Choice | None:
 
 
 def why_none(space: Space, best: Choice | None, *, num_steps: int, proved: bool) -> str:
-    """Says in words why there is no plan.
+    """Explains why no plan fits, and which options would help.
 
-    best: the choice that needs the least memory of those that were found.
+    best: the choice found with the least memory.
     proved: all placements were considered.
     num_steps: that the search took.
     """

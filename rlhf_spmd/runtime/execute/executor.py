@@ -1,4 +1,4 @@
-"""Executes the instructions of a rank with torch: which handler computes a Run, and what ranks tell at the end."""
+"""Executes the instructions of a rank with torch: which handler computes a Run, and what ranks report at the end."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +85,7 @@ class Executor(InstructionLoop):
             copy.release()
 
     def _message(self, data: Iteration) -> bytes:
-        """Returns what this rank tells of an iteration: a line of JSON, then the records of responses as in memory."""
+        """Returns this rank's report on an iteration: a line of JSON, then the records of responses as in memory."""
         sent = {"bytes": data.num_bytes_sent, "messages": data.num_messages_sent}
         numbers = data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
         numbers["peak_bytes"] = self.world.computes.peak_bytes()

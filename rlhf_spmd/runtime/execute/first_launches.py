@@ -27,7 +27,7 @@ from rlhf_spmd.runtime.generation.rollout import generate_rows
 
 def launch_kernels(job: Job) -> None:
     """Launches the kernels of each call of this rank with a pass of two tokens: forward, readout and, if it trains,
-    backward; or two drawn tokens, and attention in as many parts as any batch has. Local."""
+    backward; or two sampled tokens, and attention in as many parts as any batch has. Local."""
     for call in job.workload.workflow.placed_calls:
         if job.world.rank in job.layout(call).ranks and job.workload.models[call.model] is not None:
             model = job.models.model(call)

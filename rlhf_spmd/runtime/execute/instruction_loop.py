@@ -21,7 +21,7 @@ from rlhf_spmd.runtime.world.trace import Tracer
 
 class Current(NamedTuple):
     """What a list is executed for: the number of the iteration that trains (in a prologue and in a chain, of the one
-    that is drawn), from 0, and what messages, records (which keep 40 bytes) and timelines call it."""
+    that is sampled), from 0, and what messages, records (which keep 40 bytes) and timelines call it."""
 
     number: int
     title: str
@@ -143,7 +143,7 @@ class InstructionLoop(ABC):
 
     @abstractmethod
     def agree_among(self, data: Any, step: Agree) -> bool:
-        """Agrees with some ranks on the next state, or on groups to be drawn again. Returns whether a batch is full."""
+        """Agrees with some ranks on the next state, or on groups to sample again. Returns whether a batch is full."""
 
 
 def _current(program: Program, now: Any, before: Any) -> Current:

@@ -37,7 +37,7 @@ NUMBERS_AT_ONCE = 2**14  # random numbers: the generator's intermediate results 
 
 
 def mask_of(rows: Mapping[str, Tensor], key: str) -> Tensor:
-    """Returns the tokens of responses that an algorithm sees: those that were drawn, which are all unless responses
+    """Returns the tokens of responses that an algorithm sees: those that were sampled, which are all unless responses
     have several turns, or that the data set gives: bool [..., G].
 
     rows: by data key.
@@ -47,11 +47,11 @@ def mask_of(rows: Mapping[str, Tensor], key: str) -> Tensor:
 
 
 def kept_of(rows: Mapping[str, Tensor], keys: Iterable[str]) -> Tensor | None:
-    """Returns the rows that count: all but episodes that are dropped, which have no token that was drawn: bool [...];
+    """Returns the rows that count: all but episodes that are dropped, which have no token that was sampled: bool [...];
     None: all do.
 
     rows: by data key.
-    keys: those of what was drawn are looked at.
+    keys: those of what was sampled are looked at.
     """
     drawn = [(rows[key] > 0).any(-1) for key in keys if key.endswith(ACTIONS)]
     kept = torch.stack(drawn).all(0) if drawn else None
@@ -146,7 +146,7 @@ class Rounds:
     """How far the rounds of an iteration are (plan/program/rounds.py).
 
     cursor: how many prompts of the data set have been used, in their order, with those of this iteration.
-    failed: the groups that were drawn again, by their place in the batch, for each round but the first.
+    failed: the groups that were sampled again, by their place in the batch, for each round but the first.
     again_MC: the rows of the newest of these rounds.
     """
 
@@ -186,7 +186,7 @@ class Iteration:
         return f"{self.what} {self.number + self.first}"
 
     def again(self, place: Place, number: int) -> Tensor | None:
-        """Returns which rows at a place a round draws, bool [M', C']; None: all.
+        """Returns which rows at a place a round samples, bool [M', C']; None: all.
 
         number: of the round; 0: the first.
         """

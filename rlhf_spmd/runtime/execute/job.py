@@ -1,4 +1,4 @@
-"""What one rank has during a run: options, program, prompts, models, and the functions that the algorithm's page names.
+"""What one rank has during a run: options, program, prompts, models, and the functions that the algorithm names.
 
 The rows of an iteration form a matrix [M mini-batches, C columns]; a Run works on this rank's columns, which all ranks
 of a data-parallel shard hold. One of these ranks counts them for the log (`Layout.reports`).
@@ -37,7 +37,7 @@ from rlhf_spmd.runtime.world.world import World
 
 @dataclass(slots=True)
 class RunState:
-    """What changes between iterations, the same on every rank. of_algorithm: as the algorithm's page defines it."""
+    """What changes between iterations, the same on every rank. of_algorithm: as the algorithm's file defines it."""
 
     of_algorithm: Any
     steps: dict[str, int] = field(default_factory=dict)  # optimizer steps per model

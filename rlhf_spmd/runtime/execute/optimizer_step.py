@@ -6,7 +6,7 @@ ranks then agree on the largest number of micro-batches; ranks with fewer add bl
 over torch, in the call's own group: a control message among all ranks would make the ranks that generate wait for those
 that train.
 
-A divisor of 0 says that no row is left. All ranks know it before the first forward, and leave the step out: neither
+If the divisor is 0, no row is left to learn. All ranks know it before the first forward, and skip the step: neither
 weights nor the optimizer's state move. Only the schedule of the learning rate counts it.
 """
 
@@ -104,7 +104,7 @@ class OptimizerStep(Passes):
         rate: the learning rate.
         stopped: models whose further steps are left out, to which this step may add its own.
         lag: as in Iteration.
-        lag_steps: optimizer steps between drawing the rows and the beginning of training on them.
+        lag_steps: optimizer steps between sampling the rows and the beginning of training on them.
         done: optimizer steps since then. Neither counts steps that were left out.
         number: of the step, for dropout.
         """

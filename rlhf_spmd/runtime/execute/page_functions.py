@@ -1,6 +1,6 @@
-"""Calls the functions that an algorithm's page names: reads what they ask for, and checks what they return.
+"""Calls the functions that an algorithm names: reads what they ask for, and checks what they return.
 
-A function of a user's page may raise anything and return anything. Each mistake becomes one message that names the
+A user's function may raise anything and return anything. Each mistake becomes one message that names the
 function, and what it should return.
 """
 
@@ -53,7 +53,7 @@ def stored_arguments(job: Job, call: LossCall, rows: Rows) -> Rows:
 
 def called(job: Job, call: LossCall | Compute, given: Mapping[str, Any], companion: str = "") -> Any:
     """Calls the function of a call, or its companion ("sums", "prepare", "finish"), with data, options and state.
-    Raises UserError naming the line if a user's function fails; an error in a page of the package is an error of the
+    Raises UserError naming the line if a user's function fails; an error in our own algorithms is an error of the
     program."""
     functions, algorithm = job.functions[call.name], job.config.algorithm
     function = getattr(functions, companion or "function")

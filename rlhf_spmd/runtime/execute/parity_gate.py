@@ -33,7 +33,7 @@ def parity_gate(
     *,
     corrected: bool = False,
 ) -> None:
-    """Raises UserError unless both passes agree on the drawn tokens (mask_BG); called while the weights are still those
+    """Raises UserError unless both passes agree on the sampled tokens (mask_BG); called while weights are still those
     that generated.
 
     corrected: the loss corrects differences, so only a limit that the user has set ends the run, or a logprob that is

@@ -1,4 +1,4 @@
-"""Rounds of drawing on a rank (plan/program/rounds.py): agrees which groups failed, and gives them further prompts.
+"""Rounds of sampling on a rank (plan/program/rounds.py): agrees which groups failed, and gives them further prompts.
 
 A group is a number of neighbouring rows in the order of the batch [M, C], in which they train. The j-th group that
 failed takes the j-th next prompt of the data set, whose order goes on where it is after the first round.
@@ -69,7 +69,7 @@ def draw_again(job: Job, data: Iteration, failed: Sequence[int]) -> None:
 
 
 def only_again(job: Job, data: Iteration, columns: slice, prompts: str) -> tuple[Iteration, Place]:
-    """Returns the rows in some columns that a round draws as an iteration of their own, [1, K], and their place in it.
+    """Returns the rows in some columns that a round samples as their own iteration, [1, K], and their place in it.
 
     prompts: the key of the prompts.
     """
@@ -85,7 +85,7 @@ def only_again(job: Job, data: Iteration, columns: slice, prompts: str) -> tuple
 
 
 def settle(job: Job, data: Iteration | None) -> None:
-    """Counts the prompts of a batch that has been drawn. One iteration ahead, tells the ranks that did not agree on its
+    """Counts the prompts of a sampled batch. One iteration ahead, informs the ranks that did not agree on its
     rounds. Collective."""
     if data is None or data.rounds is None:
         return

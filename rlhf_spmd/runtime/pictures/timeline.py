@@ -153,7 +153,7 @@ def add_stack(
 
 def last_iterations(all_lanes: Sequence[Lane], num_iterations: int) -> list[Lane]:
     """Returns the lanes cut to the last iterations; spans without an iteration stay if they fall between them. The last
-    step of a run that draws ahead draws nothing, and is left out unless it is the only one."""
+    step of a run that samples ahead samples nothing, and is not shown unless it is the only one."""
     spans = [span for lane in all_lanes for span in lane.spans if span.iteration is not None]
     known = sorted({span.iteration for span in spans if span.iteration is not None})
     if not known:

@@ -1,6 +1,6 @@
 """Binds a reward function by the names of its parameters: those of this program, TRL, verl or OpenRLHF.
 
-The parameter that receives the responses tells the program, whose words are passed first:
+The name of the response parameter identifies the program; its other parameters are bound by that program's names:
 
     responses       this program: prompts, responses
     completions     TRL: prompts, completions; as conversations where the prompt of the data set is one
@@ -8,7 +8,7 @@ The parameter that receives the responses tells the program, whose words are pas
     queries         OpenRLHF: queries, prompts, labels; a query is a prompt with its response
 
 and in all of them completion_ids, the tokens of each response. Any further parameter is a column of the data set, as a
-list with one value for each response. Nothing is passed by place. The result is one number for each response, or None
+list with one value for each response. All arguments are keywords. The result is one number for each response, or None
 where the function does not apply; or a dict with numbers of that kind, for the log.
 """
 

@@ -89,7 +89,7 @@ class Compared:
     @property
     def notes(self) -> list[str]:
         """For the end of a run: why there is no forecast; how episodes were answered, beside the forecast."""
-        notes = [f"no forecast beside the seconds: {self.why_not}"] if self.why_not else []
+        notes = [f"no forecast beside the measured time: {self.why_not}"] if self.why_not else []
         if self.episodes is not None:
             forecast, measured = (_of_answers(one) for one in self.episodes)
             notes.append(f"episodes, measured: {measured}; forecast: {forecast}")

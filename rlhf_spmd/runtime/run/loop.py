@@ -2,7 +2,7 @@
 
 An iteration executes the program on new data, sums up what all ranks counted, and updates the algorithm's state from
 these global numbers alone, so that it stays the same on every rank. One iteration ahead, an iteration trains one batch
-and draws the next one.
+and samples the next one.
 """
 
 import time
@@ -23,7 +23,7 @@ from rlhf_spmd.runtime.run.prepare import make_iteration
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An iteration that is over.
+    """A finished iteration.
 
     number: from 0.
     metrics: global, the same on every rank.
@@ -54,7 +54,7 @@ class Loop:
         self.began_s = time.perf_counter()  # when it did
 
     def iterations(self) -> Iterator[Done]:
-        """Runs the iterations that are left, and yields each one. Collective."""
+        """Runs the remaining iterations, and yields each one. Collective."""
         job = self.job
         while (number := len(self.history)) < job.config.iterations:
             self.began_s = time.perf_counter()
@@ -79,7 +79,7 @@ class Loop:
         return self.last
 
     def begin(self, number: int) -> Iteration:
-        """Returns the data of an iteration. Ahead they have been drawn, by the prologue if need be, and the next ones
+        """Returns the data of an iteration. Ahead they have been sampled, by the prologue if need be, and the next ones
         become those in flight, if there is a next iteration."""
         if not self.is_ahead:
             return make_iteration(self.job, number)
@@ -96,7 +96,7 @@ class Loop:
 
     @property
     def draws(self) -> Iteration | None:
-        """The iteration whose responses are being drawn."""
+        """The iteration whose responses are being sampled."""
         return self.in_flight if self.is_ahead else self.now
 
     def resume(self, checkpoint: Checkpoint) -> str:

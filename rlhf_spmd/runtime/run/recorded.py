@@ -241,7 +241,7 @@ def describe(prepared: Prepared, folder: RunFolder, origin: Origin, summary: str
 
 
 def _made_with(job: Job) -> dict[str, Any]:
-    """Returns code and machines of the last start of a run, for who compares it with others."""
+    """Returns code and machines of the last start of a run, for comparing runs."""
     world, device = job.world, job.world.computes
     devices = (
         f"{processor()}, {os.cpu_count()} cores" if device.index is None else f"{device.num_devices} x {device.name}"

@@ -186,7 +186,7 @@ class Running:
         self.recorder.forget(done.number + 1 - TIMELINE_ITERATIONS)
 
     def doing(self) -> str:
-        """Says what this rank does, for people who wait: in an iteration how far it is, and when the run may be over.
+        """Returns what this rank does now: its progress within an iteration, and the remaining time of the run.
         Called by another thread."""
         world, current, total = self.job.world, self.loop.executor.current, self.job.config.iterations
         record = world.record

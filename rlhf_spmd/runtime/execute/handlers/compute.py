@@ -1,4 +1,4 @@
-"""Pure computations on data between the calls of models: the functions that an algorithm's page names."""
+"""Pure computations on data between the calls of models: the functions that an algorithm names."""
 
 # M mini-batches, C columns, B rows, N groups, S samples of a prompt
 

@@ -26,7 +26,7 @@ from rlhf_spmd.runtime.world.scratch import scratch
 
 
 def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
-    """Draws the responses of a Run."""
+    """Samples the responses of a Run."""
     whole = place = job.place(run)
     again_MC, drawn = data.again(place, run.round), data
     if again_MC is not None:

@@ -128,7 +128,7 @@ class Inference(Passes):
             self.compare(whole)
 
     def compare(self, new_BG: Tensor) -> None:
-        """Compares logprobs where batches are drawn ahead (the parity gate)."""
+        """Compares logprobs where batches are sampled ahead (the parity gate)."""
         call, data, key = self.call, self.data, self.call.responses[0]
         rows = {one: data.store.at(one, self.place)[self.used_MC] for one in call.inputs}
         given = rows[call.drawn], new_BG, rows[key], mask_of(rows, key)
@@ -170,7 +170,7 @@ def keep_scores(
     job: Job, call: ModelCall, data: Iteration, place: Place, of_model_B: Tensor | None, number: int = 0
 ) -> None:
     """Stores the sum of the reward model's scores (None: there is no model, or no row) and the function's, of the rows
-    that a round draws."""
+    that a round samples."""
     again_MC = data.again(place, number)
     prompts, responses = (data.store.at(key, place).flatten(0, 1) for key in call.tokens)
     index_B, kept_B = data.prompt_MC[place].flatten(), None

@@ -173,6 +173,15 @@ def test_no_shape_is_a_traceback(kind, run, capsys):
     assert "Traceback" not in said.err and said.err.count("rlhf_spmd: error") <= 4
 
 
+def test_a_rank_that_has_ended_does_nothing(run, capsys):
+    path = run / "flight" / "rank-0000.bin"
+    record = Record.from_buffer_copy(path.read_bytes())
+    record.end_s, record.status, record.signal = 5.0, 0, 0
+    path.write_bytes(record)
+    assert main(["status", str(run), "--no-json"]) == 0
+    assert record.where and record.where not in capsys.readouterr().out
+
+
 def test_numbers_of_a_flight_record_may_be_anything(run, capsys):
     path = run / "flight" / "rank-0000.bin"
     whole = path.read_bytes()

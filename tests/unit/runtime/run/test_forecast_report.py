@@ -64,7 +64,7 @@ def test_nothing_is_forecast_by_a_calibration_that_was_not_scaled():
     written = compared.to_json()
     assert {row["forecast_s"] for row in written["rows"]} == {None} and written["why_not"] == why
     assert written["scaled_by"] is None
-    assert compared.notes == [f"no forecast beside the seconds: {why}"]
+    assert compared.notes == [f"no forecast beside the measured time: {why}"]
 
 
 def test_episodes_stand_beside_their_forecast():
