@@ -112,5 +112,5 @@ def test_an_iteration_that_learns_nothing_is_told(options, tmp_path):
     assert state_of(run)[0] == 0 and all(map(torch.equal, state_of(run)[1], start[1]))
     (text,) = Alarm(metrics_of(config.algorithm, run.program.workload.workflow)).notes(metrics)
     assert text.startswith(
-        "warning: actor_grad_norm is 0: the actor learned nothing in this iteration: no response is left"
+        "warning: actor_grad_norm is 0: the actor learned nothing in this iteration: no response remains"
     )
