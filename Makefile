@@ -10,7 +10,7 @@ TRITONS := 3.6.0 3.7.0 3.7.1
 SMOLLM2 := .cache/smollm2-135m
 SOURCES := rlhf_spmd kernels strategies bench tests tools
 
-.PHONY: demo demo-grpo demo-tools demo-agent demo-pipeline demo-smollm2 test test-unit test-slow test-busy test-cuda-build test-mpi test-smollm2 test-slurm lint format docs peers peers-vllm clean
+.PHONY: demo demo-grpo demo-tools demo-agent demo-pipeline demo-smollm2 test test-unit test-slow test-families test-busy test-cuda-build test-mpi test-smollm2 test-slurm lint format docs peers peers-vllm clean
 
 demo: .venv/.installed  ## four ranks train the embedded model with PPO by separation (about a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny --strategy separation
@@ -40,6 +40,9 @@ test-unit test-mpi: test-%: .venv/.installed-test  ## one of its parts: unit and
 test-slow: .venv/.installed-test $(TRITONS:%=.cache/triton-%)  ## what `make test` leaves out: more of the same, and the site
 	$(BIN)/python -m tests.run_all --slow
 	$(MAKE) docs
+
+test-families: .venv/.installed-test  ## all families of models against transformers, also what `make test` leaves out
+	$(BIN)/python -m pytest -q -n auto --dist loadfile tests/unit/model tests/unit/runtime/generation/test_greedy.py
 
 test-busy: .venv/.installed-test  ## what depends on seconds or once did, beside six busy processes; ten minutes at most
 	$(BIN)/python -m tests.run_all --busy

@@ -22,6 +22,11 @@ SHAPES = {
         **{"mlp_bias": True, "activation": "gelu"},
     },
     "qwen3": {"model_type": "qwen3", "qk_norm": True, "norms": "both"},
+    "gemma2": {
+        **{"model_type": "gemma2", "norms": "both", "norm_offset": True, "scales_embeddings": True},
+        **{"activation": "gelu_pytorch_tanh", "attention_size": 9.0, "attention_cap": 1.5, "logits_cap": 0.8},
+        **{"sliding_window": 2, "sliding_layers": (0,), "tie_embeddings": True},
+    },
 }
 LENGTHS = (3, 1)
 
@@ -71,9 +76,10 @@ def test_passes_by_kernels(family, how, monkeypatch):
     torch.testing.assert_close(scored, found[0], rtol=1e-5, atol=1e-5)
 
 
-def test_generation_by_kernels(monkeypatch):
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_generation_by_kernels(family, monkeypatch):
     """Decode steps join weights, and the norm of a layer adds what the layer before it leaves."""
-    model = model_of("qwen2").requires_grad_(False)
+    model = model_of(family).requires_grad_(False)
     prompts_BP, bits_BG = (
         torch.tensor([[3, 4]]),
         torch.randint(2**62, (1, 2), generator=torch.Generator().manual_seed(0)),

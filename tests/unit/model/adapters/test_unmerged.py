@@ -56,6 +56,14 @@ WRITTEN = {  # family, fields of its models, where a layer is in a folder, its m
             **{"mlp.gate_up_proj": "gate_proj up_proj", "mlp.down_proj": "down_proj"},
         },
     ),
+    "glm4": (
+        {"rotary_factor": 0.5, "rope_alternates": True, "attention_bias": True, "norms": "around"},
+        "model.layers.0.",
+        {
+            **{f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
+            **{"mlp.gate_up_proj": "gate_proj up_proj", "mlp.down_proj": "down_proj"},
+        },
+    ),
     "gpt_neox": (
         PLAIN | {"num_kv_heads": 4, "parallel_residual": True, "activation": "gelu"},
         "gpt_neox.layers.0.",

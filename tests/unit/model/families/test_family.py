@@ -10,7 +10,9 @@ from rlhf_spmd.config.model_folders import FLAGS, LONGEST, model_config_of
 from rlhf_spmd.model.config import from_hf, to_hf
 from rlhf_spmd.model.families import FAMILIES
 from rlhf_spmd.plan.workload import ModelShape
-from tests.unit.model.test_transformer import SMALL
+from tests.unit.model.families.test_mixtures import CASES as MIXTURES
+from tests.unit.model.test_hf import FAMILIES as FOLDERS
+from tests.unit.model.test_transformer import CASES, SMALL
 
 MIXTURE = {
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True},
@@ -18,6 +20,12 @@ MIXTURE = {
 }
 PACKAGE = Path(__file__).parents[4] / "rlhf_spmd"
 FORMATS = PACKAGE / "model" / "texts" / "tool_calls.py"  # formats of tool calls are called after families
+
+
+def test_every_family_is_compared_with_transformers():
+    logits, folders = {family for family, _ in CASES.values()}, {case.split()[0] for case in FOLDERS}
+    assert logits == folders == {name for name, family in FAMILIES.items() if not family.sizes}
+    assert {family for family, *_ in MIXTURES.values()} == FAMILIES.keys() - folders
 
 
 def test_no_family_is_named_outside_of_its_page():
