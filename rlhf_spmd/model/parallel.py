@@ -42,6 +42,7 @@ class Parallel:
     stages: Group = None  # the ranks with this tp index, in stage order; None at pp 1
     previous: int | None = None  # the world rank that holds the stage before, None at the first
     next: int | None = None
+    copy: Group = None  # all ranks of the model, stage by stage; None at pp = tp = 1
 
     def __post_init__(self):
         assert (1 if self.group is None else self.group.size()) == self.shard.tp, (self.shard, self.group)
@@ -53,6 +54,11 @@ class Parallel:
     @property
     def is_last(self) -> bool:
         return self.shard.is_last
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank reports for its copy of the model, as `Layout.reports` says."""
+        return self.is_last and self.shard.tp_index == 0
 
 
 WHOLE = Parallel()
@@ -177,6 +183,13 @@ def smallest(number: int, parallel: Parallel, device: torch.device) -> int:
     for group in groups:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     return int(least)
+
+
+def told(x: Tensor, parallel: Parallel) -> Tensor:
+    """Broadcasts x from the rank that reports to all ranks of one copy, in place."""
+    if parallel.copy is not None:
+        dist.broadcast(x, group_src=(parallel.shard.pp - 1) * parallel.shard.tp, group=parallel.copy)
+    return x
 
 
 def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:

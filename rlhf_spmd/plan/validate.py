@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.calls import Generate, Infer, ModelCall, Train, Workflow, is_current, is_read_by_both, trains
+from rlhf_spmd.plan.calls import Infer, ModelCall, Train, Workflow, is_current, is_read_by_both, trains
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, leaves_device, uses_trained_weights
@@ -193,8 +193,6 @@ def _shape_problems(layout: Layout, workload: Workload, call: ModelCall) -> Iter
     if layout.tp > most_tp:
         text = f"tp {layout.tp} is more than the {most_tp} key-value heads of {model}, or the rows of a weight"
         yield f"{text}, which are not replicated; lower tp to {most_tp} or less"
-    if isinstance(call, Generate) and call.has_turns and (layout.pp, layout.tp) != (1, 1):
-        yield "an environment answers only where one rank generates with the whole model; use pp = tp = 1 here"
     if layout.recompute and not isinstance(call, Train):
         yield "recompute saves activations for a backward pass, which only training has; drop it here"
     if isinstance(call, Train) and shape.adapters is not None and layout.zero == 3:

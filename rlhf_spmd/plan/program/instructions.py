@@ -49,7 +49,7 @@ class Run:
     epoch: int = 0
     consumer: str | None = None  # of a compute: the call that reads its results and whose layout it uses
     columns: range | None = None  # None: all columns that this rank has in the layout
-    phase: str = ""  # of a pipeline: begin | forward, backward of a micro-batch | update; begin | token, drawn | end
+    phase: str = ""  # of a pipeline: begin | forward, backward of a micro-batch | update; or as token_body says
     micro_batch: int | None = None  # in generation the token
     iteration: int = 0  # in a list of several iterations (chain.py)
     delay: int = field(default=0, compare=False)  # 1: of the iteration before (chain.py, ahead.py)
@@ -57,7 +57,7 @@ class Run:
 
     def __str__(self) -> str:
         where = f" {self.phase}" if self.phase else ""
-        unit = " " if self.phase in ("token", "drawn") else " of micro-batch "
+        unit = " " if self.phase in ("token", "drawn", "told") else " of micro-batch "
         where += "" if self.micro_batch is None else f"{unit}{self.micro_batch}"
         where += "" if self.mini_batch is None else f" epoch {self.epoch} mini-batch {self.mini_batch}"
         where += "" if self.columns is None else f" columns {self.columns.start}-{self.columns.stop - 1}"

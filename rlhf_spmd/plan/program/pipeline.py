@@ -144,7 +144,13 @@ def body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_micro_bat
 def token_body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_tokens: int) -> Body:
     """Returns the instructions of one shard's ranks while they generate: the stages agree on the blocks of the cache;
     each token of a batch is a forward of every stage, then the last stage sends sampled tokens to the others; at the
-    end it sends the results. As in `body`, all slices do the same."""
+    end it sends the results. As in `body`, all slices do the same.
+
+    Of episodes, one rank of the copy also tells the others how they begin, before each token what has come back to rows
+    that wait, and what they were worth (runtime/generation/shared_episodes.py). Each is a broadcast over the copy that
+    all ranks are in at once, whatever there is to tell, and nothing else is under way on them: the messages of a token
+    are over on a rank before it comes to the next broadcast. A step in which every row waits is a broadcast alone.
+    Whether there is another step depends on what was drawn and told so far, which is the same on all ranks."""
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
     lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
     transfers: list[Transfer] = []
@@ -154,8 +160,14 @@ def token_body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_tok
             group = group_name(layout.stage_ranks(rank), STAGES)
             lists[rank].append(replace(run, group=group, phase=phase, micro_batch=token))
 
+    def told(phase: str, token: int | None = None) -> None:
+        for rank in lists if isinstance(call, Generate) and call.has_turns else ():
+            lists[rank].append(replace(run, group=group_name(lists), phase=phase, micro_batch=token))
+
+    told("opened")
     all_stages("begin")
     for token in range(num_tokens):
+        told("told", token)
         for stage, here in enumerate(ranks):
             group = group_name(here) if layout.tp > 1 else None
             for rank in here:
@@ -169,7 +181,9 @@ def token_body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_tok
             name = f"a token's activations of {call.name} to stage {stage + 1}"
             transfers.append(Transfer(name, messages, mini_batch=run.mini_batch, call=call.name))
         all_stages("drawn", token)
+    told("told", num_tokens)
     all_stages("end")
+    told("judged")
     return Body({rank: tuple(instructions) for rank, instructions in lists.items()}, tuple(transfers))
 
 

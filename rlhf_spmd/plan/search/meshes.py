@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from rlhf_spmd.plan.calls import Generate, Infer, ModelCall, Train
+from rlhf_spmd.plan.calls import Infer, ModelCall, Train
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.workload import Workload
@@ -85,8 +85,6 @@ def layouts(call: ModelCall, mesh: Mesh, workload: Workload, cluster: Cluster) -
     may_leave = workload.workflow.train_call(call.model) is None and not has_adapters
     for pp, tp in _grids(call, mesh, workload, cluster):
         dp = mesh.size // (pp * tp)
-        if isinstance(call, Generate) and call.has_turns and dp != mesh.size:
-            continue  # an environment answers to one rank
         if pp > 1 and call.name in workload.counted:
             continue
         grid = Layout(mesh.ranks, dp=dp, pp=pp, tp=tp)

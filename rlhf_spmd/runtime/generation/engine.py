@@ -83,12 +83,11 @@ class Engine:
         num_stored: largest sampling support to store for replay; 0: none.
         num_steps: expected, which must earn the packing of weights.
         decode: of a Tokenizer, for stop texts.
-        turns: of episodes, on a rank that has the whole model; None: a response is one turn.
+        turns: of episodes; None: a response is one turn.
         adds_adapters: multiply with copies of the weights to which these are added.
         records_routes: of a mixture of experts, which experts each token takes.
         """
         self.model, self.parallel, self.decode, self.turns = model, model.parallel, decode, turns
-        assert turns is None or (self.parallel.group is None and self.parallel.stages is None), "tp = pp = 1"
         self.device = next(model.parameters()).device
         model.ropes.longest = max(model.ropes.longest, longest)
         block_size = block_size or (longest if self.device.type == "cpu" else GPU_BLOCK)
@@ -117,6 +116,7 @@ class Engine:
             self.scheduler.batches_admissions
         )  # launches a round before it reads what ended in the one before
         self._unread: list[tuple[list[RunningRequest], Tensor, Tensor]] = []  # what `_draw` told of rounds under way
+        self._hears = turns is not None and self.parallel.copy is not None  # in each round what others are told
         self._is_stuck = False  # until an answer comes
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # prompt key -> where the hidden_D of its last token is
         self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
@@ -181,7 +181,7 @@ class Engine:
     def _round(self) -> tuple[list[int], int]:
         """Runs one pass: draws a token for every row, including new ones. Returns the requests that ended, and the
         number of tokens."""
-        over, answers = self._answers() if self.scheduler.outside else ([], [])
+        over, answers = self._answers() if self.scheduler.outside or self._hears else ([], [])
         ahead = self.runs_ahead and self.turns is None and not self.requests.has_stops and self.scheduler.has_room
         over += self._read(0) if self._unread and not ahead else []
         preempted = self.scheduler.grow()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.episodes import last_turns
 from rlhf_spmd.runtime.generation.kv_cache import cache_bytes, release_unused
 from rlhf_spmd.runtime.generation.rollout import Rollout
+from rlhf_spmd.runtime.generation.shared_episodes import shared
 from rlhf_spmd.runtime.records.episode_text import episode_text
 from rlhf_spmd.runtime.records.run_folder import Sample, Shown
 
@@ -38,13 +40,14 @@ def sample_responses(job: Job) -> list[Shown]:
     generating = workflow.generate_calls[0]
     scoring = next((call for call in workflow.placed_calls if infer.judges(job, call)), None)
     rank, device = job.world.rank, job.world.device
-    first = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])[-1]
+    copy = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])
+    first = next(one for one in copy if layouts[generating.name].reports(one))
     found = _Drawn()
     if rank in layouts[generating.name].ranks:
         release_unused(device)  # what loading and training have left
         with job.models.weights(generating) as model:
             free = cache_bytes(device, job.world.computes.num_ranks, job.config.generation.cache_fraction)
-            if job.environments is None or rank == first:  # tools are called once
+            if job.environments is None or rank in copy:  # tools are called once
                 found = _drawn(job, model, num, free)
     everyone = job.world.allgather(asdict(found) if rank == first else {}, "the samples")
     found = _Drawn(**next(one for one in everyone if one))
@@ -84,7 +87,7 @@ def _drawn(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
     prompts, rows, episodes = job.prompts.prompts[:num], [], None
     if environments is not None:
         rows = environments.rows(job, range(num), [0] * num, range(num))
-        episodes = environments.episodes(rows, 0, "samples")
+        episodes = shared(partial(environments.episodes, rows, 0, "samples"), num, model.parallel, device)
         prompts = episodes.openings()
     bits_BG = random_bits(
         job.config.seed, random_streams.SAMPLES, 0, np.arange(num), np.zeros(num, int), job.config.row_tokens

@@ -171,6 +171,7 @@ class RankModels:
             stages=self._group(stages, STAGES),
             previous=stages[stage - 1] if stage else None,
             next=stages[stage + 1] if stage + 1 < layout.pp else None,
+            copy=self._group(layout.model_ranks(rank)),
         )
 
     def start(self) -> None:

@@ -5,6 +5,7 @@
 import math
 import time
 from collections import Counter
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.episodes import REASONS, Episodes
 from rlhf_spmd.runtime.generation.kv_cache import free_bytes
 from rlhf_spmd.runtime.generation.rollout import Rollout
+from rlhf_spmd.runtime.generation.shared_episodes import shared
 from rlhf_spmd.runtime.world.scratch import scratch
 
 
@@ -96,12 +98,13 @@ def cache_share(program: Program, rank: int, call: str, num_alive: int, fraction
     return fraction / (len(caches_alive(program, rank)[call]) - num_alive * fraction)
 
 
-def _episodes(job: Job, call: Generate, data: Iteration, columns: slice) -> Episodes | None:
+def _episodes(job: Job, call: Generate, model: Transformer, data: Iteration, columns: slice) -> Episodes | None:
     """Returns the object that answers to the turns of a call's responses; None if they have one turn."""
     if not call.has_turns:
         return None
     assert job.environments is not None, "an environment answers"
-    return job.environments.of_call(job, call, data, columns)
+    ask = partial(job.environments.of_call, job, call, data, columns)
+    return shared(ask, data.prompt_MC[:, columns].size, model.parallel, job.world.device)
 
 
 def _opened(episodes: Episodes, data: Iteration, columns: slice, prompts_MCP: Tensor) -> Tensor:
@@ -136,7 +139,7 @@ def _all_of_iteration(
     if trains_beside_cache(job.program, job.world.rank):
         working = working_bytes(job.program, job.world.rank)
         free -= working["activations"] + max(0, working["gradients"] - scratch(job.world.device).idle_bytes)
-    prompts_MCP, episodes = data.store.at(call.prompts, (ALL, columns)), _episodes(job, call, data, columns)
+    prompts_MCP, episodes = data.store.at(call.prompts, (ALL, columns)), _episodes(job, call, model, data, columns)
     if episodes is not None:
         prompts_MCP = _opened(episodes, data, columns, prompts_MCP)
     return Rollout(

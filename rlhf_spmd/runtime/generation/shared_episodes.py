@@ -1,0 +1,84 @@
+"""Episodes where several ranks generate with one copy of the model: the one that reports asks the environments, and
+tells the others, which parse nothing.
+
+    openings   the number of tokens of each prompt, then the tokens
+    answers    at the beginning of every step of the engine SIZE numbers, whatever there is to tell
+
+An answer is told as its row, why the episode ends (0: it does not) and its number of tokens, then these. Answers are a
+stream, of which each step has the next part: a row goes on when all of its answer has come, on all ranks in the same
+step. So what a rank does follows from what was drawn and told, and no rank comes to a broadcast that another one leaves
+out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.model.parallel import Parallel, told
+from rlhf_spmd.runtime.generation.episodes import REASONS, Answer, Episodes
+
+SIZE = 1024
+HEADER = 3  # numbers before the tokens of an answer
+
+
+class SharedEpisodes(Episodes):
+    """The episodes of a call on one rank of a copy. All of these ranks call its methods in the same order."""
+
+    def __init__(self, own: Episodes | None, num_rows: int, parallel: Parallel, device: torch.device):
+        """own: those of the environments; None: this rank is told."""
+        self.own, self.num_rows, self.parallel, self.device = own, num_rows, parallel, device
+        self._to_tell: list[int] = []
+        self._heard: list[int] = []
+
+    def openings(self) -> list[list[int]]:
+        opened = self.own.openings() if self.own else [[]] * self.num_rows
+        lengths = self._told(list(map(len, opened))).tolist()
+        tokens = [token for tokens in opened for token in tokens] or [0] * sum(lengths)
+        return [part.tolist() for part in self._told(tokens).split(lengths)]
+
+    def drew(self, row: int, token_ids: list[int]) -> None:
+        if self.own:
+            self.own.drew(row, token_ids)
+
+    def cut(self, row: int, token_ids: list[int]) -> None:
+        if self.own:
+            self.own.cut(row, token_ids)
+
+    def answers(self, wait_s: float) -> list[Answer]:
+        for answer in self.own.answers(0.0 if self._to_tell else wait_s) if self.own else ():
+            token_ids = answer.token_ids or ()
+            end = 1 + REASONS.index(answer.reason) if answer.token_ids is None else 0
+            self._to_tell += [answer.row, end, len(token_ids), *token_ids]
+        part, self._to_tell = self._to_tell[: SIZE - 1], self._to_tell[SIZE - 1 :]
+        num, *numbers = self._told([len(part), *part, *[0] * (SIZE - 1 - len(part))]).tolist()
+        self._heard += numbers[:num]
+        found = []
+        while len(self._heard) >= HEADER and len(self._heard) >= HEADER + self._heard[HEADER - 1]:
+            row, end, num, *rest = self._heard
+            found.append(Answer(row, None, REASONS[end - 1]) if end else Answer(row, tuple(rest[:num])))
+            self._heard = rest[num:]
+        return found
+
+    def rewards(self, row: int, reason: str) -> Sequence[float]:
+        return self.own.rewards(row, reason) if self.own else ()
+
+    def is_dropped(self, row: int) -> bool:
+        return self.own is not None and self.own.is_dropped(row)
+
+    def counts(self) -> Mapping[str, tuple[float, int]]:
+        return self.own.counts() if self.own else {}
+
+    def seconds(self) -> Sequence[float]:
+        return self.own.seconds() if self.own else ()
+
+    def _told(self, numbers: list[int]) -> Tensor:
+        """Returns the numbers of the rank that asks, which are as many."""
+        return told(torch.tensor(numbers, dtype=torch.int32, device=self.device), self.parallel)
+
+
+def shared(ask: Callable[[], Episodes], num_rows: int, parallel: Parallel, device: torch.device) -> Episodes:
+    """Returns the episodes of a call on a rank. ask: returns those of its environments, with so many rows."""
+    if parallel.copy is None:
+        return ask()
+    return SharedEpisodes(ask() if parallel.reports else None, num_rows, parallel, device)
