@@ -6,14 +6,19 @@ from functools import partial
 import pytest
 import torch
 
+from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.runtime.generation.episodes import Answer
+from rlhf_spmd.runtime.generation.shared_episodes import HEADER, SIZE, SharedEpisodes
 from rlhf_spmd.strategies import flattening, separation
 from tests.folders import write_all
 from tests.mpi.test_invariance import TOLERANCE, error, with_groups
 from tests.runs import compiled, load
 from tests.unit.runtime.execute.test_episodes import EOS_IDS, OPTIONS, a_run
+from tests.unit.runtime.generation.test_episodes import Scripted
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
@@ -93,3 +98,26 @@ def test_episodes_are_those_of_one_rank(name, world, shared_folder, make_group):
         first, second = (run.weights(model) for run in runs)
         for name, weight in first.items():
             assert torch.equal(weight, second[name]), (model, name)
+
+
+class Given(Scripted):
+    """Has all answers at once."""
+
+    given = [Answer(3, tuple(range(3000))), Answer(0, ()), Answer(2, None, "max_turns"), Answer(1, (5, 6))]
+
+    def openings(self) -> list[list[int]]:
+        return [[7] * number for number in range(1, 5)]
+
+    def answers(self, wait_s: float) -> list[Answer]:
+        given, self.given = self.given, []
+        return given
+
+
+def test_a_long_answer_is_told_in_several_steps(world):
+    """Every rank hears it in the same step, and what came after it in the order in which it came."""
+    group = world.group("all")
+    parallel = Parallel(Shard(tp=world.size, tp_index=world.rank), group, copy=group)
+    episodes = SharedEpisodes(Given() if world.rank == 0 else None, 4, parallel, world.device)
+    assert episodes.openings() == Given().openings()
+    heard = [episodes.answers(0.0) for _ in range(4)]
+    assert heard == [[], [], Given.given, []] and 3000 + 4 * HEADER < 3 * SIZE

@@ -149,17 +149,16 @@ def _with_a_second_call(model: str) -> Workload:
     return replace(workload, workflow=replace(workload.workflow, calls=(*workload.workflow.calls, again)))
 
 
-def test_an_environment_answers_to_one_rank():
-    """Slices or stages of generation are refused by name, only with an environment; the planner looks for none."""
+def test_episodes_are_drawn_in_slices_and_stages():
+    """The planner looks for the same layouts as without an environment."""
     whole = make_workload()
     episodes = replace(whole, workflow=load_algorithm("ppo").workflow(load_algorithm("ppo").options(), episodes=True))
     layouts = {call.name: EVERYONE for call in whole.workflow.placed_calls}
-    placement = Placement(layouts | {"actor_generate": Layout((0, 1), dp=1, pp=2)})
-    validate(placement, whole, Cluster.parse("1x4"))
-    with pytest.raises(UserError, match="actor_generate on ranks 0-1: an environment answers only .* use pp = tp = 1"):
-        validate(placement, episodes, Cluster.parse("1x4"))
     cluster = Cluster.parse("1x4")
-    for workload in (whole, episodes):
-        generating = workload.workflow.call("actor_generate")
-        found = [one for mesh in meshes(cluster) for one in layouts_of(generating, mesh, workload, cluster)]
-        assert all((one.pp, one.tp) == (1, 1) for one in found) == (workload is episodes)
+    validate(Placement(layouts | {"actor_generate": Layout((0, 1), dp=1, pp=2)}), episodes, cluster)
+    calls = [(one, one.workflow.call("actor_generate")) for one in (whole, episodes)]
+    found = [
+        [one for mesh in meshes(cluster) for one in layouts_of(call, mesh, workload, cluster)]
+        for workload, call in calls
+    ]
+    assert found[0] == found[1] and max(one.pp * one.tp for one in found[1]) > 1

@@ -52,7 +52,7 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
     prefix, num = key.removesuffix(RESPONSES), len(made[key]) if rollout.turns is None else len(ends)
     meter.add(f"{prefix}response_length", mask_of(made, key).sum(), num)
     meter.add(f"{prefix}ended_fraction", job.ended_of(made, key).sum(), num)
-    if ends:
+    if rollout.turns is not None:
         counted = Counter(reason for reason, _ in ends)
         of_answers = (made[key] >= 0) & ~mask_of(made, key)
         meter.add(f"{prefix}answer_tokens", of_answers.sum(), num)

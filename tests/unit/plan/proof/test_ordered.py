@@ -5,10 +5,12 @@ Programs with stages, slices, ZeRO and every kind of overlap, on the detailed ex
 
 import random
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
@@ -71,6 +73,35 @@ def test_shipped_strategies_pass_and_end(size):
         assert not errors(program), name
         for _ in range(3):
             assert not standing(program, rng), name
+
+
+def without(steps: list, place: int) -> list:
+    return [*steps[:place], *steps[place + 1 :]]
+
+
+def twice(steps: list, place: int) -> list:
+    return [*steps[: place + 1], *steps[place:]]
+
+
+@pytest.mark.parametrize("change", [without, twice])
+def test_what_episodes_are_told_meets_on_all_ranks_of_a_copy(change):
+    """The broadcasts of a copy in slices and stages end, and hang, by the proof too, if a rank leaves one out or makes
+    one more."""
+    workload, cluster, page = make_workload(shape=SPLIT_SHAPE), Cluster.parse("1x4"), load_algorithm("ppo")
+    workload = replace(workload, workflow=page.workflow(page.options(), episodes=True))
+    placement = load_strategy("reallocation").place(workload, cluster, generation_pp=2, generation_tp=2)
+    program, rng = compile_program(workload, placement, cluster), random.Random(0)
+    assert not errors(program)
+    for call, number, small in bodies(program):
+        if call.name != "actor_generate":
+            continue
+        assert not hangs(small) and not standing(small, rng)
+        for rank, steps in enumerate(small.instructions):
+            told = [place for place, step in enumerate(steps) if getattr(step, "phase", "") == "told"]
+            assert len(told) == number + 1
+            for place in told:
+                wrong = with_list(small, rank, change([*steps], place))
+                assert hangs(wrong) and standing(wrong, rng)
 
 
 def found_in(num_programs: int, num_schedules: int, seed: int) -> dict[str, int]:

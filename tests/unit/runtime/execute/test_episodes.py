@@ -225,6 +225,17 @@ def test_a_group_that_is_dropped_is_like_one_that_is_left_out(overrides):
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 
 
+def test_an_iteration_of_which_all_is_dropped(overrides, tmp_path, monkeypatch):
+    """It is written like others."""
+    run = a_run(overrides, seed=0, latest=3, options=("rollouts.every=1",))
+    monkeypatch.setattr(OfPrompts, "is_dropped", lambda *_: True)
+    run.iteration()
+    Rollouts(run.job, tmp_path).write(run.data)
+    (path,) = tmp_path.rglob("*.jsonl")
+    samples = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert len(samples) == 3 and all(one["end"] and not any(one["drawn"]) for one in samples)
+
+
 def test_groups_that_no_rank_has_as_a_whole_cannot_be_dropped(overrides):
     ours = [one for one in overrides if not one.startswith("ppo.") and "critic" not in one]
     options = [*OPTIONS, "samples_per_prompt=4", "mini_batch=12", "episode.on_failure=drop_group"]
