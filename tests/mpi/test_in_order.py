@@ -8,8 +8,11 @@ import dataclasses
 import os
 import random
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 
 import pytest
+import torch.distributed as dist
 
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.pages.strategy import load_strategy
@@ -18,12 +21,16 @@ from rlhf_spmd.plan.layout import HOST
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import WORLD, Program
 from rlhf_spmd.plan.proof.check import check
-from tests.folders import write_model, write_prompts
+from rlhf_spmd.runtime.failure.failures import PeerError
+from rlhf_spmd.runtime.generation.shared_episodes import SharedEpisodes
+from tests.folders import write_all, write_model, write_prompts
 from tests.mpi.test_chain import Chained
+from tests.mpi.test_episodes import parted
 from tests.mpi.test_invariance import with_groups
 from tests.programs import random_split_placement, random_split_program, streaming_with_stages
 from tests.run_mpi import BACKEND
-from tests.runs import RunOf, load
+from tests.runs import RunOf, compiled, load
+from tests.unit.runtime.execute.test_episodes import EOS_IDS, OPTIONS, a_run
 
 pytestmark = [
     pytest.mark.mpi(min_size=4),
@@ -132,3 +139,46 @@ def test_random_programs(seed, settings, expected, world, make_group):
 
     program = random_split_program(random.Random(seed).choice, plan)
     assert run(program, settings, world, make_group) == expected
+
+
+# ---- episodes that a copy in stages of two slices draws --------------------------------------------------------------
+
+SHORT_S = 8.0  # in which a broadcast that hangs ends
+
+
+@pytest.fixture(scope="module")
+def run_of_episodes(folder, world):
+    """Returns run_of_episodes(make_group), which runs two iterations with groups of their own; on one rank without."""
+    words = write_all(folder / "episodes", eos_token_ids=EOS_IDS) if world.rank == 0 else []
+    words = world.bcast(words, what="the folders")
+
+    def run(make: Callable | None = None) -> list[str]:
+        how: dict = {}
+        if make is not None:
+            how["program"] = compiled(load([*words, *OPTIONS]), world.size, partial(parted, pp=2, tp=2))
+            how["world"] = with_groups(world, how["program"], make)
+        return [row["tokens_sha256"] for row in a_run(words, seed=1, latest=5, **how).iterations()]
+
+    return run
+
+
+def test_episodes(run_of_episodes, make_group):
+    assert run_of_episodes(make_group) == run_of_episodes()
+
+
+@pytest.mark.parametrize("num_calls", [0, 2])
+def test_a_broadcast_that_not_all_ranks_make(num_calls, run_of_episodes, world, monkeypatch):
+    """A rank that is told leaves out the fourth one, or makes another: every rank gets an error that names its
+    operation."""
+    calls, whole = [], SharedEpisodes.answers
+
+    def answers(episodes: SharedEpisodes, wait_s: float) -> list:
+        calls.append(wait_s)
+        times = num_calls if len(calls) == 4 and world.rank == 1 else 1
+        return [answer for _ in range(times) for answer in whole(episodes, wait_s)]
+
+    monkeypatch.setattr(SharedEpisodes, "answers", answers)
+    timeout = timedelta(seconds=SHORT_S)
+    with pytest.raises(PeerError, match=r"Run actor_generate with ranks 0-3: .* operation \d+ of ranks \[.*\] on rank"):
+        run_of_episodes(lambda ranks, _: dist.new_group([*ranks], timeout) if len(ranks) > 1 else None)
+    assert len(calls) >= 4
