@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_tools import OWN, THREE, WORDS, killed, rows, trained, weights_of
+from tests.e2e.test_tools import OWN, SLICES, THREE, WORDS, killed, rows, trained, weights_of
 from tests.size_rules import REPOSITORY as ROOT
 
 AGENT = (*WORDS, f"environment={ROOT}/examples/agent.py:run", "reward_function=")
+STAGES = ("--strategy", "reallocation", "strategy.generation_pp=2")
 SMALL = ("iterations=2", "rollout_batch=2", "mini_batch=16", "eval.prompts=")
 needs_openai = pytest.mark.skipif(not importlib.util.find_spec("openai"), reason="the package openai is not installed")
 
@@ -37,12 +38,20 @@ def test_an_agent_trains(run):
     assert first["turns"][-1]["model"] == first["answer"]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_tokens_do_not_depend_on_ranks(run, ranks):
-    trained(
-        ranks, *AGENT, *SMALL, "--runs", run.parent, "--name", f"on-{ranks}", "environment_workers=2", limit_s=300.0
-    )
-    assert tokens(run.with_name(f"on-{ranks}")) == tokens(run)
+@pytest.mark.parametrize(
+    ("ranks", "own"),
+    [
+        (1, ()),
+        (2, SLICES),
+        pytest.param(2, STAGES, marks=pytest.mark.slow),
+        pytest.param(4, (*STAGES, "strategy.generation_tp=2"), marks=pytest.mark.slow),
+        pytest.param(4, (), marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_do_not_depend_on_ranks(run, ranks, own, tmp_path):
+    words = ("--runs", tmp_path, "--name", "run", "environment_workers=2", *own)
+    trained(ranks, *AGENT, *SMALL, *words, limit_s=300.0)
+    assert tokens(tmp_path / "run") == tokens(run)
 
 
 @needs_openai

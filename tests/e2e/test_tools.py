@@ -27,6 +27,7 @@ OWN = Path(environments.__file__).with_name("of_tables.py")
 # Three rows, whose float32 products have other bits than those of more.
 THREE = ("rollout_batch=1", "samples_per_prompt=3", "mini_batch=3", "micro_batch=3", "iterations=3", "eval.every=3")
 THREE += ("eval.num_prompts=4", "eval.at_start=false", "checkpoint.every=1", f"reward_function={OWN}:judge")
+SLICES = ("--strategy", "flattening", "strategy.tp=2")
 
 
 def command(ranks: int, *words) -> list[str]:
@@ -111,27 +112,40 @@ def weights_of(run: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def of_three(tmp_path_factory):
-    """Returns of_three(ranks): a run of three rows on so many ranks, whose tools answer at random times; made once."""
+    """Returns of_three(ranks, *words): a run of three rows on so many ranks, whose tools answer at random times; made
+    once."""
     folder = tmp_path_factory.mktemp("three")
 
     @functools.cache
-    def made(ranks: int) -> Path:
-        words = ("--runs", folder, "--name", f"on-{ranks}", f"environment={OWN}:Sleepy")
+    def made(ranks: int, *own: str) -> Path:
+        name = "-".join(("on", str(ranks), *own)).replace("=", "-")
+        words = ("--runs", folder, "--name", name, f"environment={OWN}:Sleepy", *own)
         trained(ranks, *WORDS, *THREE, *words, limit_s=400.0, DEADLY=str(folder))
-        return folder / f"on-{ranks}"
+        return folder / name
 
     return made
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["before a call", "in a call", "after an answer", "in training"])
-def test_a_kill_at_any_place_leaves_the_same_bits(of_three, place):
+@pytest.mark.parametrize(
+    ("place", "own"),
+    [
+        ("before a call", ()),
+        ("in a call", ()),
+        ("after an answer", ()),
+        ("in training", ()),
+        ("in a call", SLICES),
+        ("in training", SLICES),
+    ],
+)
+def test_a_kill_at_any_place_leaves_the_same_bits(of_three, place, own):
     """A resumed run makes the calls of its iteration again."""
-    run = of_three(2).with_name(f"killed {place}")
-    killed(2, place, run, f"environment={OWN}:Sleepy")
+    whole = of_three(2, *own)
+    run = whole.with_name(f"killed {place} {len(own)}")
+    killed(2, place, run, f"environment={OWN}:Sleepy", *own)
     trained(2, "--resume", run, limit_s=400.0, DEADLY=str(run.parent))
-    assert rows(run) == rows(of_three(2))
-    assert weights_of(run) == weights_of(of_three(2))
+    assert rows(run) == rows(whole)
+    assert weights_of(run) == weights_of(whole)
 
 
 @pytest.mark.slow
