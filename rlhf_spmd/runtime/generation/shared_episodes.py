@@ -53,12 +53,12 @@ class SharedEpisodes(Episodes):
         part, self._to_tell = self._to_tell[: SIZE - 1], self._to_tell[SIZE - 1 :]
         num, *numbers = self._told([len(part), *part, *[0] * (SIZE - 1 - len(part))]).tolist()
         self._heard += numbers[:num]
-        found = []
+        answers = []
         while len(self._heard) >= HEADER and len(self._heard) >= HEADER + self._heard[HEADER - 1]:
             row, end, num, *rest = self._heard
-            found.append(Answer(row, None, REASONS[end - 1]) if end else Answer(row, tuple(rest[:num])))
+            answers.append(Answer(row, None, REASONS[end - 1]) if end else Answer(row, tuple(rest[:num])))
             self._heard = rest[num:]
-        return found
+        return answers
 
     def rewards(self, row: int, reason: str) -> Sequence[float]:
         return self.own.rewards(row, reason) if self.own else ()

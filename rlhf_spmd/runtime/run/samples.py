@@ -41,7 +41,7 @@ def sample_responses(job: Job) -> list[Shown]:
     scoring = next((call for call in workflow.placed_calls if infer.judges(job, call)), None)
     rank, device = job.world.rank, job.world.device
     copy = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])
-    first = next(one for one in copy if layouts[generating.name].reports(one))
+    first = next(filter(layouts[generating.name].reports, copy))
     found = _Drawn()
     if rank in layouts[generating.name].ranks:
         release_unused(device)  # what loading and training have left
