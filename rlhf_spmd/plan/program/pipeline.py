@@ -150,8 +150,8 @@ def token_body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_tok
     that wait, and what they were worth (runtime/generation/shared_episodes.py). Each is a broadcast over the copy that
     all ranks are in at once, whatever there is to tell, and nothing else is under way on them: the messages of a token
     are over on a rank before it comes to the next broadcast. A step in which every row waits is a broadcast alone.
-    Whether there is another step depends on what was drawn and told so far, which is the same on all ranks. By the same
-    argument slices alone, which have no body, are in the collectives of their one group in the same order."""
+    Whether there is another step depends on what was sampled and told so far, which is the same on all ranks. By the
+    same argument slices alone, which have no body, are in the collectives of their one group in the same order."""
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
     lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
     transfers: list[Transfer] = []

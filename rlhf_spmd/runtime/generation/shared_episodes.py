@@ -6,8 +6,8 @@ tells the others, which parse nothing.
 
 An answer is told as its row, why the episode ends (0: it does not) and its number of tokens, then these. Answers are a
 stream, of which each step has the next part: a row goes on when all of its answer has come, on all ranks in the same
-step. So what a rank does follows from what was drawn and told, and no rank comes to a broadcast that another one leaves
-out.
+step. So what a rank does follows from what was sampled and told, and no rank comes to a broadcast that another one
+leaves out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
