@@ -95,8 +95,8 @@ class Options(policy_gradient.Options):
     # number of groups that a mini-batch generates for each group that it trains on; the first ones left are used; 1:
     # trains on all
     oversampling: Factor = 1.0
-    # number of times that an iteration draws, at most: groups whose rewards are all equal are drawn again with further
-    # prompts until none is left; 1: once
+    # largest number of times that an iteration samples: groups with equal rewards are replaced by groups of further
+    # prompts until no such group remains; 1: once
     rounds: Rounds = 1
 
 

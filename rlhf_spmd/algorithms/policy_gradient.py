@@ -31,11 +31,11 @@ class Options(off_policy.Options):
     # dppo_kl, which leave out tokens whose probability has moved too far; sapo, a soft gate; gmpo, the geometric mean
     # of a response's ratios; or reinforce, without a ratio
     surrogate: Surrogate = "clip"
-    # probability ratios are clipped at 1 - clip_low; of gmpo their logarithms at -clip_low; of dppo a token is left out
-    # whose probability has fallen by more (dppo_kl: by a larger KL divergence)
+    # probability ratios are clipped at 1 - clip_low, gmpo's logarithms at -clip_low; dppo drops tokens whose
+    # probability has fallen by more than clip_low, dppo_kl those with a larger KL divergence
     clip_low: NonNegative = 0.2
-    # probability ratios are clipped at 1 + clip_high; of gmpo their logarithms at clip_high; of dppo a token is left
-    # out whose probability has risen by more (dppo_kl: by a larger KL divergence)
+    # probability ratios are clipped at 1 + clip_high, gmpo's logarithms at clip_high; dppo drops tokens whose
+    # probability has risen by more than clip_high, dppo_kl those with a larger KL divergence
     clip_high: NonNegative = 0.2
     # temperatures of the gate of surrogate=sapo, for positive and for other advantages
     gate_temperatures: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.05)

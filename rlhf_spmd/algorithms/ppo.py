@@ -48,10 +48,10 @@ class Options(off_policy.Options):
     normalize_scores: bool = False  # subtract the running mean of the scores, and divide by their standard deviation
     # let the critic predict returns less their running mean, divided by their standard deviation (ReaL's value_norm)
     normalize_values: bool = False
-    # KL divergence from the policy with which an iteration's training begins, in nats per token, beyond which its
-    # further actor steps are left out; with strategy.ahead=1 one more pass infers that policy; none: never
+    # largest KL divergence from the policy at the start of an iteration's training, in nats per token; beyond it
+    # further actor steps are skipped. With strategy.ahead=1 one more pass infers that policy; none: no limit
     kl_early_stop: PositiveFloat | None = None
-    # mean of pi_new / pi_old in a mini-batch beyond which an iteration's further actor steps are left out; none: never
+    # largest mean of pi_new / pi_old in a mini-batch; beyond it further actor steps are skipped; none: no limit
     ratio_early_stop: PositiveFloat | None = None
 
 

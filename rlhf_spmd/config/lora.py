@@ -41,8 +41,8 @@ class Lora:
     # dropout probability on adapter inputs, e.g. 0.05, only where no responses are generated; 0: none
     dropout: Share = 0.0
     base: str = ""  # folder of the base of adapters that are given as folders; empty: the one that each names
-    # weights that generate: those of training, with the adapters apart from their base; or copies W + s B A of the
-    # adapted weights, made again for the responses of each iteration, which take the memory of a second base
+    # weights for generation: apart, the base and separate adapters as in training; joined, merged copies W + s B A,
+    # computed again in each iteration, which take the memory of a second base
     generate: Literal["apart", "joined"] = "apart"
     roles: Annotated[Mapping[str, RoleLora], ByName("ROLE")] = field(default_factory=dict)
 

@@ -64,7 +64,7 @@ class DataOptions:
     chat_template_kwargs: Mapping[str, JsonValue] = field(default_factory=dict)
     max_prompt: PositiveInt = 128  # limit on the length of a prompt, in tokens
     # what to do with a prompt longer than data.max_prompt: stop with an error, keep its last tokens, or drop the row;
-    # the same for a data set's response longer than generation.max_new_tokens, of which truncate keeps the first tokens
+    # responses of a data set longer than generation.max_new_tokens alike, but truncate keeps their first tokens
     long_prompts: Literal["error", "truncate", "drop"] = "error"
     # compute the logprobs that frozen models, such as DPO's reference, give the responses of the data set once, at the
     # start of the run, into its folder; false: in every iteration
@@ -105,8 +105,8 @@ class Episode:
     # time limit in seconds for a tool call, which is then answered with an error; 0: no limit
     tool_timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 60.0
     timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 0.0  # time limit in seconds for an episode; 0: no limit
-    # what to do when an environment has broken, and three new ones after it: stop the run, or drop_group: leave the
-    # samples of the prompt out of training and evaluation
+    # what to do when an environment and its three restarts have failed: stop the run, or drop_group: drop the samples
+    # of the prompt from training and evaluation
     on_failure: Literal["stop", "drop_group"] = "stop"
 
 
@@ -217,13 +217,13 @@ class Config(OptionTree):
     shape: str = ""
     # device to compute on; auto: a GPU if there is one; shared: ranks share GPUs, with messages through host memory
     device: DeviceChoice = "auto"
-    device_type: str = "cpu"  # device type that forecasts of memory and seconds assume, e.g. a100-80g
+    device_type: str = "cpu"  # device type that forecasts of memory and time assume, e.g. a100-80g
     # lengths of responses that forecasts assume: MEAN,SIGMA (lognormal) or the rollouts of a run; empty: the limit
     forecast_lengths: str = ""
-    # episodes that forecasts assume: TURNS,TOKENS,MEAN_S,P95_S (tokens and seconds of answers) or the folder of a run;
+    # episodes that forecasts assume: TURNS,TOKENS,MEAN_S,P95_S (tokens and time of answers) or the folder of a run;
     # empty: 2 turns, answers that fill the row, 0.1 s and 0.3 s
     forecast_episodes: str = ""
-    forecast_failed_groups: Fraction01 = 0.5  # share of the groups drawn again after a round that forecasts assume
+    forecast_failed_groups: Fraction01 = 0.5  # share of groups that fail in each round, which forecasts assume
     # fraction of a GPU's memory to keep free; none: that of the calibration, at least 0.06
     reserve: BelowOne | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the random order of rows, of sampling and of mini-batches
