@@ -171,7 +171,7 @@ def group_advantages_finish(
     min_groups: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Returns advantages, divided by the batch's standard deviation under scale "batch", and unchanged used_NS. Raises
-    UserError if fewer than min_groups groups are left."""
+    UserError if fewer than min_groups groups remain."""
     num_groups, count, total, squares = sums.tolist()
     if num_groups < min_groups:
         raise UserError(

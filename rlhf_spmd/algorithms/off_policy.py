@@ -56,7 +56,7 @@ def old_logprobs(options: Options, actor: Model, prompts: Data, responses: Data,
 
 
 def of_loss(options: Options, logprobs: Data, old: Data) -> dict[str, Any]:
-    """Returns the arguments of a loss that say what responses are compared with. If the loss is corrected, the parity
+    """Returns the arguments of a loss with which responses are compared. If the loss is corrected, the parity
     gate logs differences and does not end the run.
 
     logprobs: the generator's.

@@ -101,7 +101,7 @@ class Metric:
     floor: values below it cause no warning.
     advice: what to do when a value is ten times the largest so far (metrics.py).
     limits: the range without a warning.
-    zero: what it means if the value is 0, which is warned of; empty: nothing unusual.
+    zero: the text of a warning where the value is 0; empty: 0 is not unusual.
     over: what becomes of the values of all calls in an iteration: their mean by weights, or the largest or smallest
         value whose weight is not 0.
     better: whether larger or smaller values are better, for checkpoint.best.

@@ -164,7 +164,7 @@ class Algorithm:
         return self._answer("problem", options=options, **sizes)
 
     def _answer(self, name: str, **available: Any) -> str:
-        """Returns what a function says that the algorithm file may have; empty if it has none."""
+        """Returns the answer of an optional function of the algorithm file; empty if it has none."""
         function = getattr(self.module, name, None)
         if function is None:
             return ""
@@ -185,7 +185,7 @@ class Algorithm:
 
     @property
     def state_sums(self) -> tuple[str, ...]:
-        """The sums of computes from which the state follows; empty: the algorithm file does not say so."""
+        """The sums of computes from which the state follows; empty: the algorithm file names none."""
         return tuple(getattr(self.module, "STATE_SUMS", ()))
 
     def initial_state(self, options: page.Options) -> Any:

@@ -23,7 +23,7 @@ class Adapters:
     """The adapters of a model.
 
     targets: the names of layers that have them, of LINEAR_LAYERS.
-    dropout: the share of what they read that training leaves out, at random.
+    dropout: the share of their inputs that training sets to 0 at random.
     """
 
     rank: int

@@ -25,7 +25,7 @@ class _ModelCall:
     """A use of a model.
 
     name: of the call, in a workflow.
-    function: what is computed, e.g. "logprobs", or a loss.
+    function: the result that is computed, e.g. "logprobs", or a loss.
     inputs, outputs: all keys that it reads and makes.
     tokens: the inputs that the model's sequences consist of: prompts, then one or two keys of responses.
     """

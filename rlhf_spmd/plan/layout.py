@@ -93,7 +93,7 @@ class Layout:
     @classmethod
     def grid_of(cls, ranks: Iterable[int], *, pp: int = 1, tp: int = 1, **options: Unpack[LayoutOptions]) -> "Layout":
         """Returns a layout of as many data-parallel shards of pp x tp ranks as fit; tp ranks are neighbours. If pp * tp
-        does not divide the number of ranks, `problems` says so."""
+        does not divide the number of ranks, `problems` reports it."""
         ranks = tuple(ranks)
         return cls(ranks, dp=max(1, len(ranks) // max(pp * tp, 1)), pp=pp, tp=tp, **options)
 
@@ -210,7 +210,7 @@ class Layout:
         return range(shard * mini_batch // self.dp, (shard + 1) * mini_batch // self.dp)
 
     def problems(self) -> list[str]:
-        """Returns what is wrong with the grid itself, in words; empty if nothing is."""
+        """Returns the problem of the grid itself, in words; empty if there is none."""
         ranks, pp, tp = list(self.ranks), self.pp, self.tp
         copies = list(map(list, self._copies())) if pp * tp > 1 else []
         descending = next((copy for copy in copies if copy != sorted(copy)), None)

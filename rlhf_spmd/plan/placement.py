@@ -162,7 +162,7 @@ class Placement:
 
 
 def _last_maker(call: Compute, workflow: Workflow) -> str:
-    """Returns the last placed call that makes what a compute reads."""
+    """Returns the last placed call that makes an input of a compute."""
     return [other.name for other in workflow.placed_calls if set(other.outputs) & set(call.inputs)][-1]
 
 

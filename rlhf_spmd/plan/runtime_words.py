@@ -35,7 +35,7 @@ READOUTS: dict[str, tuple[str, Shape]] = {
 
 
 def actions_of(responses: str) -> str:
-    """Returns the key that says which tokens of responses were sampled, and which episodes ended by themselves, if
+    """Returns the key that marks which tokens of responses were sampled, and which episodes ended by themselves, if
     responses are episodes of several turns (runtime/generation/episodes.py); else there is no such key."""
     return responses + ACTIONS
 

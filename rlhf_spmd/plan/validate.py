@@ -49,7 +49,7 @@ def device_problems(workload: Workload, cluster: Cluster) -> Iterator[str]:
 
 
 def _overlap_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
-    """Yields what is wrong with own_first, joint, in_flight and decode_mini_batches."""
+    """Yields the problems of own_first, joint, in_flight and decode_mini_batches."""
     order = [call.name for call in workflow.calls]
     known = [call.name for call in workflow.placed_calls if not isinstance(call, Train)]
     for field, names in (("own_first", placement.own_first), ("joint", sum(placement.joint, ()))):
@@ -163,7 +163,7 @@ def _partner_problems(placement: Placement, workload: Workload) -> Iterator[str]
 
 
 def _layout_problems(layout: Layout, size: int) -> list[str]:
-    """Returns what is wrong with a layout in a world of `size` ranks."""
+    """Returns the problems of a layout in a world of `size` ranks."""
     outside = [rank for rank in layout.ranks if not 0 <= rank < size]
     if not outside:
         return layout.problems()

@@ -88,7 +88,7 @@ class Recorder:
                 raise UserError(f"{call}: {value.key} is not a {shape}; the order is prompts, then responses")
 
     def turns_of(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """Returns the keys that say which tokens of responses were sampled; none where responses have one turn. keys:
+        """Returns the keys that mark which tokens of responses were sampled; none where responses have one turn. keys:
         any."""
         return tuple(key for key in map(actions_of, keys) if key in self.shapes)
 
@@ -296,7 +296,7 @@ def trace(
     episodes: bool = False,
     routes: frozenset[str] = frozenset(),
 ) -> Workflow:
-    """Runs `workflow(model, compute, KEY=...)` on symbolic values and returns what it recorded. Raises UserError for a
+    """Runs `workflow(model, compute, KEY=...)` on symbolic values and returns the workflow. Raises UserError for a
     workflow that cannot become a program.
 
     given: the keys of the data set with their shapes.

@@ -1,6 +1,6 @@
 """Generation of episodes: the engine's seconds, and those in which rows wait for tools.
 
-For the engine an answer is a part of the prompt: it is prefilled, and what is left of a response is decoded. A wait of
+For the engine an answer is a part of the prompt: it is prefilled, and the rest of a response is decoded. A wait of
 a row costs the others nothing, so generation takes the longest of three:
 
     the engine's own seconds;
@@ -32,7 +32,7 @@ CHANCES = np.exp(-(Z**2) / 2) / np.exp(-(Z**2) / 2).sum()
 def generate_s(
     cost: Cost, call: ModelCall, layout: Layout, rank: int, rows: Lengths, places: int, parts: int = 1
 ) -> list[float]:
-    """Returns when each row ends, as Cost.generate_s says, with the waits of episodes."""
+    """Returns when each row ends, as Cost.generate_s does, with the waits of episodes."""
     answers = cost.workload.answers
     if answers is None or not isinstance(call, Generate) or not call.has_turns or not rows:
         return cost.generate_s(call, layout, rank, rows, places, parts)

@@ -160,7 +160,7 @@ def of_forecast(responses: ResponseLengths, limit: int, begun: int = 0) -> Lengt
 
 
 def _rest(lengths: LengthDistribution, begun: int) -> LengthDistribution:
-    """Returns what is left of responses of which so many tokens are made: one token at least, and the mean is exact."""
+    """Returns the remaining lengths of responses of so many tokens: one token at least, and the mean is exact."""
     if len(lengths.survival) == 1:
         return constant(lengths.mean - begun)
     cells = np.arange(len(lengths.survival)) * lengths.step

@@ -182,7 +182,7 @@ def copied_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int)
 def gathered_bytes(workload: Workload, call: ModelCall, layout: Layout, rank: int) -> int:
     """Returns the most bytes that a rank gathers at a time for a call that does not train, with weights that ZeRO 3
     shards: for generation all of its shard. Inference runs each layer on all rows before the next one
-    (model/sequences.forward_by_layer), so it holds one layer, what is outside the layers (embedding, final norm, head),
+    (model/sequences.forward_by_layer), so it holds one layer, the other weights (embedding, final norm, head),
     and the hidden states of all rows between two layers."""
     shape, shard, c = workload.shape(call.model), layout.shard(rank), workload.param_bytes
     params = num_params(shape, shard)
@@ -217,7 +217,7 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
 
 def rows_bytes(program: Program, rank: int) -> int:
     """Returns bytes of the data keys that a rank reads or makes, in its columns (runtime/execute/iteration.py: Store).
-    One iteration ahead, a rank has two batches of what is sampled: one that trains, and the next one."""
+    One iteration ahead, a rank has two batches of samples: one that trains, and the next one."""
     workload, placement = program.workload, program.placement
     held: dict[str, set[range]] = {}
     for call in workload.workflow.calls:
@@ -343,7 +343,7 @@ def most_bytes(program: Program) -> int:
 def places_of(program: Program, call: Generate) -> dict[int, int]:
     """Returns how many sequences each rank of a generate call decodes at once: as many of full length as the device
     with the least room among those of its copy of the model has room for. Caches that are alive together get equal
-    parts of what is free, as the runtime gives them (handlers/generate.py: cache_share)."""
+    parts of the free memory, as the runtime gives them (handlers/generate.py: cache_share)."""
     layout = program.placement.layouts[call.name]
     of_rank = {rank: room(program, call, rank) for rank in layout.ranks}
     return {rank: min(of_rank[other] for other in layout.model_ranks(rank)) for rank in layout.ranks}

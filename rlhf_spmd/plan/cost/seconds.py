@@ -211,7 +211,7 @@ class Cost:
 
     def spread_s(self, call: ModelCall, layout: Layout, rank: int) -> float:
         """Returns the seconds in which a rank gathers its shard of weights that are spread over the dp of a layout: for
-        inference each layer by itself, and what is outside the layers."""
+        inference each layer by itself, and the weights outside the layers."""
         if layout.dp == 1:
             return 0.0
         shape, link = self.workload.shape(call.model), self.link(layout.data_ranks(rank))
@@ -355,7 +355,7 @@ class Cost:
         return table.prefill.at(num_layers, tokens, length, rest=shard.is_last) + max(0.0, shared_s)
 
     def _middle(self) -> float:
-        """Returns the expected tokens of a response before the one that is decoded."""
+        """Returns the expected tokens of a response before the decoded token."""
         if not self.workload.forecast_lengths:
             return self.workload.max_response / 2
         from rlhf_spmd.plan.cost.lengths import of_forecast  # late: as above

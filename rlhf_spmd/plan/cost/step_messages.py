@@ -39,7 +39,7 @@ class Collective:
 def step_messages(
     workload: Workload, model: str, layout: Layout, rank: int, num_passes: int, node_of: Callable[[int], int]
 ) -> list[Collective]:
-    """Returns what a rank sends in an optimizer step of a model, but for what the passes of slices and stages send.
+    """Returns the messages of a rank in an optimizer step of a model, without those of passes over slices and stages.
 
     num_passes: micro-batches of the rank that has the most; the others add blank ones.
     node_of: the node of a rank.

@@ -1,4 +1,4 @@
-"""Cuts what travels along a route into buckets and packets. Sender and receiver cut alike, from the plan alone.
+"""Cuts the data of a route into buckets and packets. Sender and receiver cut alike, from the plan alone.
 
 A *block* is some rows of one parameter. A *packet* is one message on the wire: a large block by itself, so that it may
 leave from, and arrive in, the parameter's own memory, or several small blocks. A bucket is what one step of a route

@@ -5,12 +5,12 @@ in the iteration before, so that responses are generated as soon as the actor ha
 Nothing is older than without a chain. Rows are those of one iteration; what two iterations have in common are weights.
 A rank that trains a model sends its new weights at once and goes on when they have arrived, so that they do not change
 meanwhile. A rank that only has a copy waits for them in the next iteration, before the first Run that reads the copy:
-then all its Runs of the iteration before are over. These instructions are *delayed*: the list of an iteration has those
+then its Runs of the iteration before have ended. These instructions are *delayed*: the list of an iteration has those
 that belong to the iteration before. Before an evaluation, a checkpoint or the end, the chain is drained: each rank
-executes the delayed instructions of its last iteration alone, and meets the others.
+executes the delayed instructions of its last iteration alone, and meets the other ranks.
 
 Each call reads the rows and the weights that it reads without a chain, so the numbers are the same. plan/proof/
-deadlock.py says why nothing hangs.
+deadlock.py proves that nothing hangs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -116,7 +116,7 @@ def calls_before(
 
 def place_delayed(instructions: list[Instruction], rank: int, delayed: Sequence[Delayed], *, by_host: bool) -> None:
     """Inserts into the list of a rank that only receives new weights where it waits for those of the iteration before,
-    and after all of these that it tells what it has counted in it.
+    and after all of these its report on that iteration.
 
     delayed: in the order in which they leave.
     by_host: whether all rows go through host memory. If not, rows are in the communicator of the weights, which works
@@ -159,7 +159,7 @@ def unrolled(program: Program, num: int) -> Program:
 
 
 def in_a_row(program: Program, rank: int, num: int) -> Iterator[tuple[int, int, Instruction]]:
-    """Yields what a rank executes in so many iterations: the position in its list, the iteration, the instruction."""
+    """Yields a rank's instructions in some iterations: the position in its list, the iteration, the instruction."""
     size = len(program.transfers)
     for step in range(num + 1):
         for position, instruction in enumerate(program.instructions[rank]):

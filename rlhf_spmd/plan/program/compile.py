@@ -177,13 +177,13 @@ class _Compiler:
             self.instructions[rank].append(instruction)
 
     def _post(self, rank: int, number: int) -> None:
-        """Posts a transfer; by NCCL after what is due before it."""
+        """Posts a transfer; by NCCL after the transfers due before it."""
         if self.transfers[number].communicator != HOST:
             self._post_due(rank)
         self._once(rank, Post(number))
 
     def _post_due(self, rank: int, last: int | None = None) -> None:
-        """Posts what is due on a rank, up to a transfer (None: all), when its notices are there."""
+        """Posts the transfers due on a rank, up to one (None: all), when its notices are there."""
         due = self.due.get(rank, [])
         end = len(due) if last is None else due.index(last) + 1 if last in due else 0
         for number in due[:end]:

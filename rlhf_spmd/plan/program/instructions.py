@@ -16,7 +16,7 @@ A Run in a layout with stages (pp > 1) is one instruction here. Once the number 
 tokens) is known, pipeline.py compiles it into a Run for each pass and the Posts and Waits between stages.
 
 Messages between calls go through the world's communicator; between GPUs, rows go through a second one in host memory
-(transfers.py says which). Messages between the stages of a call, and collectives, have a communicator for each distinct
+(see transfers.py). Messages between the stages of a call, and collectives, have a communicator for each distinct
 set of ranks and purpose (layout.group_name): NCCL executes each communicator strictly in order, so a receive that is
 posted early would delay a stage's send behind it.
 """

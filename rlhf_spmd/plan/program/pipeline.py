@@ -248,7 +248,7 @@ def numbers(layout: Layout, workload: Workload, call: ModelCall) -> list[int]:
 
 def bodies(program: Program) -> Iterator[tuple[ModelCall, int, Program]]:
     """Yields, for every call with stages and each of its `numbers`, a program of one such Run, on one data-parallel
-    shard, since the others differ only in their ranks."""
+    shard, since other shards differ only in their ranks."""
     for call in program.workload.workflow.placed_calls:
         layout = program.placement.layouts[call.name]
         if layout.pp == 1:

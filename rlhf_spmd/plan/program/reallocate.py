@@ -47,7 +47,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Reallocation:
-    """Everything that travels, and what ranks copy locally; the same on every rank."""
+    """All routes between ranks, and local copies; the same on every rank."""
 
     shape: ModelShape
     sources: tuple[tuple[int, Holding], ...]
@@ -114,7 +114,7 @@ class Reallocation:
         return (route.num_numbers, 0) if route.num_numbers <= numbers else (numbers, numbers)
 
     def buckets(self, route: Route, bucket_bytes: int) -> tuple[Bucket, ...]:
-        """Returns what a route carries, step by step."""
+        """Returns the data of a route, step by step."""
         direct_numbers = DIRECT_BYTES // self.bytes_per_number
         return cut_into_buckets(route.pieces, numbers=self.bucket_numbers(bucket_bytes), direct_numbers=direct_numbers)
 

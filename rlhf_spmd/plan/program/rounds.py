@@ -1,7 +1,7 @@
 """Rounds of sampling: groups that fail are sampled again with further prompts before the rest of an iteration (DAPO's
 dynamic sampling, arXiv 2503.14476).
 
-A compute with `rounds` (calls.py) says which groups fail. It, and every call that it needs, directly or not, comes
+A compute with `rounds` (calls.py) decides which groups fail. It, and every call that it needs, directly or not, comes
 first in an iteration, and is in the program once for each round, with the moves between them. Each round but the first
 begins with an Agree, by which its ranks learn which groups failed. If none did, they leave out what is left of the
 rounds. Else the groups get other prompts, and the Runs of the round replace their rows; messages carry all rows.
@@ -17,12 +17,12 @@ from rlhf_spmd.plan.workload import Workload
 
 
 def deciding(workflow: Workflow) -> Compute | None:
-    """Returns the compute that says which groups fail; None: there are no rounds."""
+    """Returns the compute that decides which groups fail; None: there are no rounds."""
     return next((call for call in workflow.computes if call.rounds > 1), None)
 
 
 def repeated(workflow: Workflow) -> frozenset[str]:
-    """Returns the calls that are in every round: the one that decides, and all that it needs."""
+    """Returns the calls of every round: the deciding compute, and all calls that it needs."""
     last = deciding(workflow)
     names, keys = ({last.name}, set(last.inputs)) if last else (set(), set())
     for call in reversed(workflow.calls):

@@ -172,7 +172,7 @@ def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> 
 
 
 def holding(training: Layout, rank: int) -> Holding:
-    """Returns what a rank that trains holds between steps: its shard, or under ZeRO 3 a part of it."""
+    """Returns the part of a model on a training rank between steps: its shard, or under ZeRO 3 a part of it."""
     if training.zero < 3:
         return Holding(training.shard(rank))
     replicas = sorted(training.data_ranks(rank))

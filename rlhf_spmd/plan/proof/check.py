@@ -39,7 +39,7 @@ def check(program: Program, beside: Program | None = None) -> list[Finding]:
 
 
 def _problems(program: Program) -> list[Problem]:
-    """Returns what is wrong with the lists of a program."""
+    """Returns the problems of a program's lists."""
     num, iteration = 0, program
     if problems := [*_declarations(program), *_delays(program)]:
         return problems
@@ -59,7 +59,7 @@ def _problems(program: Program) -> list[Problem]:
 
 def _rounds(program: Program, num: int) -> list[Problem]:
     """Checks the lists of each number of rounds after which a batch may be full; that all of them end is known. Returns
-    what is wrong with the first lists that have a problem."""
+    the problems of the first lists that have any."""
     last = program.workload.rounds
     for rounds in range(1, last + 1) if last > 1 else ():
         some = prefix(program, rounds)
@@ -147,7 +147,7 @@ def _structure(program: Program) -> Iterator[Problem]:
 
 
 def _run_problems(program: Program, run: Run, rank: int) -> list[str]:
-    """Returns what is wrong with a Run, taken by itself."""
+    """Returns the problems of a Run by itself."""
     workload, layouts = program.workload, program.placement.layouts
     call = next((call for call in workload.workflow.calls if call.name == run.call), None)
     if call is None:
@@ -173,7 +173,7 @@ def _run_problems(program: Program, run: Run, rank: int) -> list[str]:
 def _transfer_problems(
     program: Program, instruction: Post | Wait, rank: int, before: set[Instruction]
 ) -> Iterator[str]:
-    """Yields what is wrong with a Post or Wait after those that came before it."""
+    """Yields the problems of a Post or Wait, given those before it."""
     number = instruction.transfer
     if not 0 <= number < len(program.transfers):
         yield f"{instruction} does not exist"
@@ -260,7 +260,7 @@ def _due(program: Program, rank: int) -> dict[Cell, str]:
 
 
 def _data(program: Program) -> Iterator[Problem]:
-    """Checks that every Run finds the rows it reads, and that every sender has what it sends."""
+    """Checks that every Run finds the rows it reads, and every sender the data that it sends."""
     workload = program.workload
     every = range(workload.mini_batch)
     given: Held = {

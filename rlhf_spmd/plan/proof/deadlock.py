@@ -16,7 +16,7 @@ For the same reason a Run with stages is proved in two parts. Its body (pipeline
 Run is one step, which its ranks take together. If both end, so does the program with each body in place of its Run,
 because it ends in the order that runs each body whole once all its ranks stand there. Then every communicator of the
 body is empty: those of stages carry nothing but bodies, and the collectives of one step are over before the next step
-of their ranks. pipeline.py says why a body ends for every number of micro-batches or tokens.
+of their ranks. pipeline.py explains why a body ends for every number of micro-batches or tokens.
 
 The lists of a chain (program/chain.py) are run some times in a row, once more than new weights move in an iteration and
 at least three times. Then any number of iterations ends. For ranks that wait for ever wait for each other in a circle.

@@ -15,7 +15,7 @@ Sent = dict[tuple[int, int], dict[str, int]]  # transfer, sender -> versions
 
 
 def round_problems(program: Program, num: int) -> Iterator[Problem]:
-    """Yields what is wrong with the lists of an iteration of so many rounds."""
+    """Yields the problems of the lists of an iteration with so many rounds."""
     workflow = program.workload.workflow
     made = {key for name in repeated(workflow) for key in workflow.call(name).outputs}
     sent: Sent = {}
@@ -31,7 +31,7 @@ def round_problems(program: Program, num: int) -> Iterator[Problem]:
 
 
 def _of_rank(program: Program, rank: int, num: int, made: set[str], sent: Sent) -> Iterator[Problem]:
-    """Yields what is wrong with the list of one rank. made: the keys that rounds make again."""
+    """Yields the problems of the list of one rank. made: the keys that rounds make again."""
     workflow, inside = program.workload.workflow, repeated(program.workload.workflow)
     now, under_way = 0, set[int]()
     versions = dict.fromkeys(workflow.given, 0)

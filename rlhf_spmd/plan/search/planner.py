@@ -64,7 +64,7 @@ class SearchResult:
 
     gap: the fraction by which an unexplored placement might be faster in the call-level model of iterations that are
         not a chain; 0.0 if the exact search finished, None if the method proves nothing.
-    processor_s: of search_s, what a processor took, which other work on the machine does not lengthen.
+    processor_s: processor time of the search, which other work on the machine does not lengthen.
     """
 
     plans: tuple[Plan, ...]
@@ -96,7 +96,7 @@ def search(
     allowed: the layouts that calls may have.
     evaluated_tokens: the most tokens of a response in evaluations, for which memory is kept; 0: no evaluation.
     ahead: as in Placement; 1: all plans draw one iteration ahead.
-    say: called with what is done from now on.
+    say: called with a text at the start of each phase.
     """
     if method not in METHODS:
         raise UserError(f"unknown search method {method!r}; known: {', '.join(METHODS)}")

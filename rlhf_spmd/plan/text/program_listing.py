@@ -1,4 +1,4 @@
-"""A program as text: who runs what, what moves, and what one rank executes in an iteration."""
+"""A program as text: the ranks of each call, the transfers, and the instructions of one rank in an iteration."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

@@ -38,7 +38,7 @@ class Sender:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Sums what has been sent in a group, and sends it in the next one."""
+        """Sums the parts received in a group, and sends the sum in the next one."""
         self._under_way = [sums for sums in self._under_way if next(sums, False)]
 
     def _sum(self, index: int, numbers: Tensor) -> Iterator[bool]:
@@ -122,7 +122,7 @@ def move_gradient(weight: Tensor, into: Tensor) -> None:
 
 
 def _summed(received: Tensor) -> Tensor:
-    """Adds what has come from each rank, in the order of the ranks, in memory of its own."""
+    """Adds the parts received from all ranks, in the order of the ranks, in separate memory."""
     total = received[0].clone()
     for other in received[1:]:
         total.add_(other)

@@ -102,7 +102,7 @@ class Executor(InstructionLoop):
         self.reports.send(data.number, self._message(data))
 
     def agree_among(self, data: Iteration, step: Agree) -> bool:
-        """Computes the next state from what ranks have counted, or gives groups that failed other prompts."""
+        """Computes the next state from the sums of all ranks, or gives groups that failed other prompts."""
         if step.round:
             return agree_on_round(self.job, data, step.ranks, self.reports)
         assert self.reports is not None, "the program chains iterations"

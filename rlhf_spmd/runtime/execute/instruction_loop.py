@@ -1,4 +1,4 @@
-"""Executes a rank's instruction list; plan/program/instructions.py says what each instruction means. A subclass carries
+"""Executes a rank's instruction list; plan/program/instructions.py defines each instruction. A subclass carries
 them out: with torch (executor.py), or as a rehearsal (rehearse/). No torch, no MPI.
 
 A list may have delayed instructions, which belong to the iteration before: in a chain (plan/program/chain.py) waits for
@@ -47,7 +47,7 @@ class InstructionLoop(ABC):
         """Executes the list once. Returns the messages of all ranks if they meet at the closing Agree and some
         iteration ends there.
 
-        now: the data of the iteration; None: only what is delayed is executed.
+        now: the data of the iteration; None: only delayed instructions are executed.
         before: the data of the iteration before; None: nothing that is delayed is executed.
         """
         self.current = current = _current(self.program, now, before)
@@ -111,11 +111,11 @@ class InstructionLoop(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Resets what an iteration begins with, before its first instruction."""
+        """Resets the state of an iteration, before its first instruction."""
 
     @abstractmethod
     def run(self, run: Run, data: Any) -> Callable[[], None] | None:
-        """Computes a Run. Returns what is left of it and records spans of its own, if anything does."""
+        """Computes a Run. Returns its remaining part, and records its own spans, if any."""
 
     @abstractmethod
     def post(self, number: int, data: Any) -> None:
@@ -147,7 +147,7 @@ class InstructionLoop(ABC):
 
 
 def _current(program: Program, now: Any, before: Any) -> Current:
-    """Returns what a list is executed for, given the data of its iterations."""
+    """Returns the iteration of a list, given the data of its iterations."""
     if before is None or (program.chains and now is not None):
         return Current(now.number, "drawing " * program.placement.ahead + now.title)
     if program.chains:

@@ -102,7 +102,7 @@ class OptimizerStep(Passes):
 
         rows: this rank's part of the mini-batch.
         rate: the learning rate.
-        stopped: models whose further steps are left out, to which this step may add its own.
+        stopped: models whose further steps are skipped, to which this step may add its own.
         lag: as in Iteration.
         lag_steps: optimizer steps between sampling the rows and the beginning of training on them.
         done: optimizer steps since then. Neither counts steps that were left out.
@@ -189,7 +189,7 @@ class OptimizerStep(Passes):
         return None if is_last else output.detach()
 
     def of_lag(self) -> dict[str, float]:
-        """Returns what a loss that interpolates old logprobs gets (importance.proximal)."""
+        """Returns the arguments of a loss that interpolates old logprobs (importance.proximal)."""
         if not self.call.loglinear:
             return {}
         return {LAG_SHARE: self.lag_steps / (self.lag_steps + self.done) if self.lag_steps else 0.0}

@@ -1,4 +1,4 @@
-"""Calls the functions that an algorithm names: reads what they ask for, and checks what they return.
+"""Calls the functions that an algorithm names: binds their parameters, and checks their results.
 
 A user's function may raise anything and return anything. Each mistake becomes one message that names the
 function, and what it should return.
@@ -33,7 +33,7 @@ OWN_NAMES = re.compile(
 def read_output(
     job: Job, model: Transformer, batch: Sequences, output_nD: Tensor, asked: Collection[str], kept_BGK: Tensor | None
 ) -> Rows:
-    """Reads what is asked of the output of the last stage, by word. An lm head always gives logprobs.
+    """Reads the requested values from the output of the last stage, by word. An lm head always gives logprobs.
 
     kept_BGK: the sampling support of the tokens, if sampling was restricted.
     """
@@ -128,7 +128,7 @@ def _name(call: LossCall | Compute, companion: str) -> str:
 
 
 def _kinds(made: Any) -> str:
-    """Describes what a function returned."""
+    """Describes the result of a function."""
     kinds = []
     for value in made if isinstance(made, tuple) else (made,):
         is_tensor = isinstance(value, Tensor)

@@ -1,6 +1,6 @@
 """The passes of a Run of a model: a forward of each micro-batch on this rank's stage, and where it trains a backward.
 
-plan/program/pipeline.py says in which order passes and messages between stages come; `through_stages` carries that out
+plan/program/pipeline.py defines the order of passes and messages between stages; `through_stages` carries that out
 for any kind of call.
 """
 

@@ -114,5 +114,5 @@ class Loop:
         return ""
 
     def share_in_flight(self) -> Tensors | None:
-        """Returns what a checkpoint has on this rank of the batch in flight; None: there is none."""
+        """Returns this rank's part of the checkpoint's batch in flight; None: there is none."""
         return None if self.in_flight is None else in_flight.collect(self.job, self.in_flight)

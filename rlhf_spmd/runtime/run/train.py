@@ -165,7 +165,7 @@ class Running:
             self.loop = Chain(job, executor, history, flops, is_due=self.meets)
 
     def begin(self) -> None:
-        """Evaluates before training, or what an interrupted run has left out."""
+        """Evaluates before training, or makes up the evaluation that an interrupted run missed."""
         self.evaluate()
         if self.history and self.evaluator.best_iteration == len(self.history):  # of this evaluation
             recorded.save_models(self.job, self.folder, "best")

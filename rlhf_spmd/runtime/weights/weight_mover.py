@@ -6,7 +6,7 @@ blocks are copied. A large block that is contiguous in memory is sent from, or r
 others use two buffers per route (two buckets). A forwarded bucket is sent from the memory that received it.
 
 If the ranks of a route share memory (shared_memory.py), there is no chain: the first rank puts a bucket into one of its
-two slots and notifies the others, which read it there. A slot is reused when all of them have confirmed that.
+two slots and notifies the other ranks, which read it. A slot is reused when all of them have confirmed that.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -97,7 +97,7 @@ class Mover:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Copies local blocks, transfers the others, and returns when every target of this rank is complete.
+        """Copies local blocks, transfers remote ones, and returns when every target of this rank is complete.
 
         All peers must call `finish`, because a chain advances only if all its ranks do.
         """

@@ -73,7 +73,7 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
 
 
 def _made(job: Job, call: Generate, rollout: Rollout, mini_batches: slice) -> dict[str, Tensor]:
-    """Returns what a call has made for some mini-batches, by data key: [B, ...]."""
+    """Returns the results of a call for some mini-batches, by data key: [B, ...]."""
     responses, logprobs, *others = call.outputs
     responses_BG, logprobs_BG, support_BGK = rollout.of(mini_batches)
     made = {responses: responses_BG, logprobs: logprobs_BG}

@@ -135,7 +135,7 @@ class Inference(Passes):
         parity_gate(self.job.config, *given, self.job.meter(call, data), corrected=self.is_corrected())
 
     def is_corrected(self) -> bool:
-        """Returns whether a loss corrects differences from what is compared."""
+        """Returns whether a loss corrects differences from the compared logprobs."""
         trained = self.job.workload.workflow.train_calls
         return any(corrects(train) for train in trained if train.drawn == self.call.drawn)
 
