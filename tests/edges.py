@@ -86,13 +86,6 @@ class Replay(RunOf):
         return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
 
 
-def closest(config: Config) -> list[float]:
-    """Returns the smallest distance of each iteration."""
-    replay = Replay(config)
-    replay.iterations()
-    return [min(min(row) for row in distances.values()) for distances in replay.distances]
-
-
 def explain_flips(config: Config, found: list[Responses]) -> str:
     """Returns where the responses of a run first differ from those on one rank, and how close its number was to an
     edge."""

@@ -265,9 +265,3 @@ def everywhere(program: Program, edit: Callable[[list[Instruction]], object]) ->
     for rank in program.cluster.ranks:
         program = edited(program, rank, edit)
     return program
-
-
-def weight_bytes(workload: Workload, model: str) -> int:
-    """Returns bytes of one full copy of a model's weights in the compute precision, without adapters."""
-    shape = workload.models[model]
-    return shape.num_params * workload.param_bytes if shape else 0

@@ -35,13 +35,6 @@ def rows(run: Path) -> list[dict]:
     ]
 
 
-def test_words_of_the_command_line_win(first):
-    config = json.loads((first[0] / "config.json").read_text(encoding="utf-8"))
-    assert (config["algorithm"], config["iterations"], config["samples_per_prompt"]) == ("rloo", 2, 4)
-    assert config["strategy"] == {"name": str(first[0] / "strategy.py"), "zero": "1"}
-    assert len(rows(first[0])) == 2
-
-
 def test_the_stored_configuration_gives_the_same_run(first, warm):
     run, _ = first
     words = ["--config", run / "config.json", "--runs", run.parent, "--name", "again"]

@@ -72,14 +72,6 @@ def test_the_verb_gives_the_numbers_of_training(one_rank, options, warm, tmp_pat
     assert status == 2 and "exists already" in stderr
 
 
-def test_training_is_the_same_without_an_evaluation(one_rank, options, tmp_path):
-    without = [word for word in options if not word.startswith("eval.")]
-    run = trained(without, 1, tmp_path / "run")
-    assert not (run / "evaluations.jsonl").exists()
-    for mine, theirs in zip(metrics(run), metrics(one_rank), strict=True):
-        assert mine["tokens_sha256"] == theirs["tokens_sha256"] and mine["reward"] == theirs["reward"]
-
-
 def parts_of(run) -> dict:
     return {path.relative_to(run): path.read_bytes() for path in (run / "rollouts").rglob("part-*.parquet")}
 

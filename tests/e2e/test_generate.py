@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlhf_spmd import embedded
-from rlhf_spmd.model.hf import load_tokenizer, read_config
 from tests import warm
 from tests.folders import write_model
 
@@ -65,29 +63,6 @@ def test_the_same_file_on_any_number_of_ranks(tmp_path):
         assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
 
 
-def test_greedy_is_what_transformers_generates(tmp_path):
-    """Prompts of unequal length; its padding stands on the left."""
-    from transformers import AutoModelForCausalLM
-
-    tokenizer, model = load_tokenizer(ACTOR), AutoModelForCausalLM.from_pretrained(ACTOR, dtype=torch.float32)
-    prompts = [tokenizer.encode(line["prompt"]) for line in embedded_prompts()]
-    width = max(map(len, prompts))
-    assert min(map(len, prompts)) < width
-    tokens_BT = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in prompts])
-    mask_BT = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
-    said_BG = model.generate(tokens_BT, attention_mask=mask_BT, do_sample=False, max_new_tokens=14)[:, width:]
-    expected = [tokenizer.decode_pair(p, cut(row.tolist())) for p, row in zip(prompts, said_BG, strict=True)]
-    found = generate(0, tmp_path, embedded_prompts(), "generation.max_new_tokens=14", "generation.temperature=0")
-    assert [line["response"] for line in found] == [response for _, response in expected]
-    assert [line["num_tokens"] for line in found] == [len(cut(row.tolist())) for row in said_BG]
-
-
-def cut(row: list[int]) -> list[int]:
-    """Returns the tokens up to and including the EOS."""
-    (eos,) = read_config(ACTOR).eos_token_ids
-    return row[: row.index(eos) + 1] if eos in row else row
-
-
 def test_a_line_has_sampling_of_its_own(tmp_path):
     """Each prompt gets what a run with its values gives to it; null and other fields change nothing."""
     plain = embedded_prompts(5)
@@ -102,17 +77,6 @@ def test_a_line_has_sampling_of_its_own(tmp_path):
     assert found[3]["finish"] == "stop" and found[3]["response"].count("e") == 1
     assert common[3]["response"].startswith(found[3]["response"]) and common[3]["response"] != found[3]["response"]
     assert found[4] == common[4]
-
-
-def test_long_prompts_are_cut_or_dropped_and_keep_their_numbers(tmp_path):
-    """A prompt's random numbers belong to its place in the file, whatever is dropped before it."""
-    lines = embedded_prompts(6)
-    lines[1]["prompt"] += " and then they all went home again" * 20
-    options = ["data.max_prompt=30", "generation.max_new_tokens=6"]
-    dropped = generate(0, tmp_path, lines, *options, "data.long_prompts=drop", name="dropped")
-    truncated = generate(0, tmp_path, lines, *options, "data.long_prompts=truncate", name="truncated")
-    assert without_logprob(dropped) == without_logprob(truncated[:1] + truncated[2:])
-    assert lines[1]["prompt"].endswith(truncated[1]["prompt"]) and len(truncated) == 6
 
 
 GOOD = '{"prompt": "ba be"}\n'

@@ -104,13 +104,3 @@ def test_the_first_try_of_the_page(folder, warm):
     assert named - rows[0].keys() - evaluations[0].keys() == set()  # the metrics that the page explains are there
     samples = (run / "samples.txt").read_text(encoding="utf-8")
     assert "How many" in samples and "<|im_start|>" not in samples  # what the user said, without the template
-
-
-def test_check_understands_the_file(folder, monkeypatch, capsys):
-    from rlhf_spmd.__main__ import main
-
-    monkeypatch.chdir(folder)
-    (found,) = [line for line in commands(PAGE) if " check " in line]
-    assert main([*shlex.split(found)[3:], "--show-config"]) == 0
-    shown = capsys.readouterr().out
-    assert "flattening on 1x8" in shown and "rlhf_spmd.rewards:numeric_answer,format.py" in shown

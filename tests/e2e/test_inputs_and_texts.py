@@ -96,14 +96,3 @@ def test_rollouts_hold_every_column_in_both_formats(folder, capsys):
     for condition, matching in (("answer=18", 4), ("big=1180591620717411303424", 2), ("truth=é", 2)):
         for number in (1, 2):
             assert json.loads(lines(number, "--where", condition)[-1])["matching"] == matching, (condition, number)
-
-
-def test_changed_columns_end_a_resume(folder, warm):
-    """Of the run that the first test has made."""
-    for name in ("zeilen für.jsonl", "prüfung.jsonl"):
-        file = folder / name
-        text = file.read_text(encoding="utf-8")
-        file.write_text(text.replace('"truth": "', '"truth": "another '), encoding="utf-8")
-        status, _, stderr = warm.run(["train", "--resume", folder / "utf8", "iterations=2"])
-        assert status == 2 and f"the columns of the prompts in {file} changed since" in stderr
-        file.write_text(text, encoding="utf-8")

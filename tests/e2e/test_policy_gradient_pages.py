@@ -110,15 +110,6 @@ def length(completions, **columns):
     assert row["score"] == pytest.approx(1.0 + 0.5 * row["score_length"], rel=1e-6)
 
 
-def test_a_resume_is_exact(options, tmp_path):
-    words = of_case("grpo, separation", options)
-    whole = trained([*words, *SEPARATION, "checkpoint.every=1", "checkpoint.keep=2"], 2, tmp_path / "whole")
-    half = shutil.copytree(whole, tmp_path / "half")
-    shutil.rmtree(half / "checkpoints" / "iteration-000002")
-    resume(half, 2)
-    assert timeless(whole) == timeless(half) and weights(whole) == weights(half)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_resume_draws_the_same_prompts(ahead, options, tmp_path):
@@ -135,14 +126,3 @@ def test_a_resume_draws_the_same_prompts(ahead, options, tmp_path):
         assert [row["tokens_sha256"] for row in metrics(half)] == [row["tokens_sha256"] for row in metrics(whole)]
         assert [row["prompts_used"] for row in metrics(half)] == used
         assert num_ranks > 2 or (timeless(whole) == timeless(half) and weights(whole) == weights(half))
-
-
-@pytest.mark.parametrize(
-    "page", ["grpo", "remax", *(pytest.param(page, marks=pytest.mark.slow) for page in ("rloo", "reinforce_plus_plus"))]
-)
-def test_every_strategy_places_it_or_says_why_not(page, options, warm):
-    base = ["--algorithm", page, *options, f"{page}.kl_coef=0.1"]
-    for strategy in ("flattening", "interleaving1", "interleaving2", "separation", "reallocation"):
-        status, stdout, stderr = warm.run(["check", strategy, "--layout", "1x4", "--json", *base])
-        last = json.loads(stdout.splitlines()[-1])
-        assert (status == 0 and last["errors"] == 0) or "there is nothing to " in stderr, strategy + stdout + stderr

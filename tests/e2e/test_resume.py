@@ -150,23 +150,6 @@ def refused(warm):
     return message
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["seed=1"], ["seed=1 would change the results of", "which has 0", "may change iterations"]),
-        (["ppo.kl_coef=0.1"], ["ppo.kl_coef=0.1 would change the results", "which has 0.05"]),
-        (["rollout_batch=48"], ["rollout_batch=48 would change the results", "which has 24"]),
-        (["iterations=2"], ["iterations=2, but", "has done 3"]),
-        (["--preset", "tiny"], ["--preset and --resume", "drop --preset"]),
-        (["--strategy", "no_such"], ["unknown strategy 'no_such'"]),
-        (["strategy.no_such=1"], ["unknown option 'no_such'"]),
-    ],
-)
-def test_what_would_be_another_run_is_refused(finished, options, words, refused):
-    message = refused("--resume", finished, *options)
-    assert all(word in message for word in words), message
-
-
 @pytest.mark.parametrize(("option", "what"), [("data.prompts=", "prompts"), ("models.reward=", "model")])
 def test_other_inputs_are_refused(finished, overrides, option, what, refused):
     """An additional prompt, or a changed weight of the reward model."""

@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_spmd.config.options import Config
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
@@ -299,15 +298,6 @@ def test_equals_the_run_on_one_rank(placement, config, seed, world, folder, alon
     if world.rank == 0:
         numbers = [max(column) for column in zip(*worst, strict=True)]
         print(f"N {world.size} {placement}, {config}, seed {seed}: metrics {numbers[0]:.1e}, weights {numbers[1]:.1e}")
-
-
-@pytest.fixture(scope="module")
-def alone_in_bfloat16(folder, made_once) -> tuple[Config, list[dict]]:
-    settings = load(overrides_of(folder, "plain", 0), "dtype=bfloat16", "iterations=10", "rollout_batch=48")
-    runs = made_once(
-        ["bfloat16"], lambda _, path: path.write_text(json.dumps(RunOf(settings).iterations()), encoding="utf-8")
-    )
-    return settings, json.loads((runs / "bfloat16").read_text(encoding="utf-8"))
 
 
 def test_weights_travel_in_many_buckets(world, folder, alone, make_group, monkeypatch):

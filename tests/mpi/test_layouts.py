@@ -6,7 +6,6 @@ Tensor, pipeline and data parallelism, ZeRO, offloading, recomputation, budgets 
 the same tokens; losses, norms and weights within 1e-5 * max(1, |value|) over three iterations.
 """
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_spmd.config.options import Config, make_workload
+from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.model.parallel import slice_of
 from rlhf_spmd.pages.option_tree import with_value
 from rlhf_spmd.plan.cluster import Cluster
@@ -285,15 +284,6 @@ def test_equals_the_run_on_one_rank(placement, config, world, folder, alone, mak
     if world.rank == 0:
         print(f"N {world.size} {placement}, {config}: metrics {numbers[0]:.1e}, weights {numbers[1]:.1e}")
     assert numbers[1] <= TOLERANCE
-
-
-@pytest.fixture(scope="module")
-def alone_in_bfloat16(folder, made_once) -> tuple[Config, list[dict]]:
-    settings = replace(settings_of(folder, "plain"), dtype="bfloat16", iterations=4, rollout_batch=32)
-    runs = made_once(
-        ["bfloat16"], lambda _, path: path.write_text(json.dumps(RunOf(settings).iterations()), encoding="utf-8")
-    )
-    return settings, json.loads((runs / "bfloat16").read_text(encoding="utf-8"))
 
 
 # ---- gradients in float64, before the optimizer -------------------------------------------------------------------

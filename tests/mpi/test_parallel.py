@@ -404,14 +404,6 @@ def drawn_alike(team, name: str, options: dict) -> Tensor:
     return expected[0]
 
 
-def test_shards_begin_as_slices_of_the_same_model(team):
-    """init_weights draws the whole model and keeps a slice; a shard's names and numbers are those of the whole."""
-    config = make_config("biases")
-    whole = dict(Transformer(config, head="lm", seed=4).named_parameters())
-    for name, weight in Transformer(config, head="lm", seed=4, parallel=team.parallel).named_parameters():
-        assert torch.equal(weight, whole[name][slice_of(name, config, team.parallel.shard)]), name
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.slow_at()
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -31,35 +31,6 @@ def random_mask(num_rows: int, num_tokens: int, seed: int = 0) -> Tensor:
     return torch.rand(num_rows, num_tokens, generator=torch.Generator().manual_seed(seed)) < 0.6
 
 
-# ---- scores (rows 3, 4, 5) ------------------------------------------------------------------------------------------
-
-
-def test_row_03_score_on_the_last_token_of_a_mask_with_holes():
-    mask_BG = torch.tensor([[True, False, True, False]])
-    assert advantages.token_rewards(tensor(5.0), torch.zeros(1, 4), mask_BG, 0.1).tolist() == [[0, 0, 5, 0]]
-
-
-def test_row_04_truncated_responses():
-    scores_B, ended_B = tensor(0.5, 9.0), torch.tensor([True, False])
-    assert advantages.shaped_scores(scores_B, ended_B).tolist() == [0.5, -1.0]
-    assert advantages.shaped_scores(scores_B, ended_B, truncation_penalty=-3.0).tolist() == [0.5, -3.0]
-    assert advantages.shaped_scores(scores_B, ended_B, truncation="bootstrap").tolist() == [0.5, 0.0]
-    with pytest.raises(AssertionError):
-        advantages.shaped_scores(scores_B, ended_B, truncation="none")
-
-
-# ---- KL (row 1) -----------------------------------------------------------------------------------------------------
-
-
-def test_row_01_kl_penalty_is_signed_and_unscaled():
-    logprobs_BG, ref_BG = tensor([-1.0, -2.0, -0.5, NAN]), tensor([-2.0, -1.0, -0.5, NAN])
-    mask_BG = torch.tensor([[True, True, True, False]])
-    kl_BG = advantages.token_kl(logprobs_BG, ref_BG, mask_BG)
-    assert kl_BG.tolist() == [[1.0, -1.0, 0.0, 0.0]]
-    rewards_BG = advantages.token_rewards(tensor(3.0), kl_BG, mask_BG, kl_coef=0.1)
-    torch.testing.assert_close(rewards_BG, tensor([-0.1, 0.1, 3.0, 0.0]))
-
-
 # ---- GAE and returns (rows 6, 7) ------------------------------------------------------------------------------------
 
 
@@ -99,26 +70,6 @@ def test_row_06_gae_is_the_double_sum_over_the_mask(num_rows, num_tokens, gamma,
         assert advantages_BG[b][keep].tolist() == pytest.approx(expected, abs=1e-12)
         assert returns_BG[b][keep].tolist() == pytest.approx([a + v for a, v in zip(expected, values, strict=True)])
         assert (advantages_BG[b][~keep] == 0).all() and (returns_BG[b][~keep] == 0).all()
-
-
-def test_row_06_value_after_eos_is_zero_and_bootstrap_only_where_asked():
-    rewards_BG, values_BG1 = tensor([1.0, 0.0], [1.0, 1.0]), tensor([0.5, 9.0, 9.0], [0.5, 0.25, 2.0])
-    mask_BG = torch.tensor([[True, False], [True, True]])
-    advantages_BG, _ = advantages.gae(rewards_BG, values_BG1, mask_BG, gamma=1.0, lam=0.0)
-    assert advantages_BG.tolist() == [[0.5, 0.0], [0.75, 0.75]]
-    advantages_BG, _ = advantages.gae(
-        rewards_BG, values_BG1, mask_BG, gamma=1.0, lam=0.0, bootstrap_B=torch.tensor([False, True])
-    )
-    assert advantages_BG.tolist() == [[0.5, 0.0], [0.75, 2.75]]
-
-
-def test_row_07_returns_are_unwhitened_advantages_plus_values():
-    rewards_BG, values_BG1, mask_BG = randn(4, 6), randn(4, 7, seed=1), torch.ones(4, 6, dtype=torch.bool)
-    advantages_BG, returns_BG = advantages.gae(rewards_BG, values_BG1, mask_BG)
-    torch.testing.assert_close(returns_BG, advantages_BG + values_BG1[:, :-1])
-    # gamma = lam = 1: the return is the reward to go.
-    _, returns_BG = advantages.gae(rewards_BG, values_BG1, mask_BG, gamma=1.0, lam=1.0)
-    torch.testing.assert_close(returns_BG, rewards_BG.flip(1).cumsum(1).flip(1))
 
 
 # ---- whitening (row 8) ----------------------------------------------------------------------------------------------

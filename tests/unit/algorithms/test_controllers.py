@@ -53,19 +53,6 @@ def test_row_05_running_moments():
         assert some.std == pytest.approx(float(x.std(correction=0)) * scale, rel=1e-9)
 
 
-def test_row_20_learning_rate():
-    def rates(**options):
-        return [controllers.learning_rate(step, peak=1.0, **options) for step in range(10)]
-
-    assert rates() == [1.0] * 10
-    assert rates(num_warmup_steps=4) == [0.25, 0.5, 0.75] + [1.0] * 7
-    linear = rates(num_warmup_steps=2, num_steps=6, decay="linear")
-    assert linear == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0])
-    cosine = rates(num_warmup_steps=2, num_steps=6, decay="cosine")
-    assert cosine[:3] == [0.5, 1.0, 1.0] and cosine[4] == pytest.approx(0.5) and cosine[6:] == pytest.approx([0.0] * 4)
-    assert cosine == sorted(cosine[:2]) + sorted(cosine[2:], reverse=True)
-
-
 @pytest.mark.parametrize(("least", "peak"), [(0.0, 1.0), (0.1, 3e-4), (0.5, 1e-6)])
 def test_schedules_are_those_of_transformers(least, peak):
     """Theirs counts from 0, so that the first step has the rate 0; ours counts from 1 while it warms up."""

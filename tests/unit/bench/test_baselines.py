@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from bench.forecast.baselines import baseline_forecast, recomputing, setups
-from bench.forecast.claims import eleven_times
 from bench.forecast.scan import phase_s
 from bench.forecast.validate_systems import EAGER_LAYER_S, USABLE
 from bench.rows import DEEPSPEED_CHAT, PER_TOKEN
@@ -84,24 +83,3 @@ def test_the_hybrid_engine_needs_room_for_whole_weights():
     (setup,) = setups(PER_TOKEN, workload, cluster)
     assert setup.plan.name == "ZeRO 3, generation tp 1"
     assert all(found.peak_bytes <= USABLE * 80 * 2**30 for found in setups(DEEPSPEED_CHAT, workload, cluster))
-
-
-# ---- speed-ups ------------------------------------------------------------------------------------------------------
-
-
-def rows_of(**seconds: float | None) -> list[dict]:
-    place = {"preset": "llama-7b", "layout": "2x8", "calibration": "a100-80g+slow"}
-    return [place | {"strategy": name.replace("_", "-"), "iteration_s": one} for name, one in seconds.items()]
-
-
-def test_eleven_times_is_tried_for_each_baseline_and_network():
-    rows = rows_of(deepspeed_chat=60.0, zero3_per_token=240.0, flattening=None, planner=20.0)
-    fast = [row | {"calibration": "a100-80g+fast", "iteration_s": 20.0} for row in rows]
-    assert eleven_times([*rows, *fast]) == {
-        "11_times_over_deepspeed-chat_on_a100-80g+slow": ["at most 3.00 times"],
-        "11_times_over_deepspeed-chat_on_a100-80g+fast": ["at most 1.00 times"],
-        "11_times_over_zero3-per-token_on_a100-80g+slow": [],
-        "11_times_over_zero3-per-token_on_a100-80g+fast": ["at most 1.00 times"],
-        "11_times_over_flattening_on_a100-80g+slow": ["nothing fits"],
-        "11_times_over_flattening_on_a100-80g+fast": ["at most 1.00 times"],
-    }

@@ -28,13 +28,6 @@ def test_the_shipped_calibrations_are_those_of_the_terms(tmp_path, kind):
     assert read_calibration(str(path)) == load_calibration(found.name)
 
 
-def test_no_work_is_faster_than_its_roofline():
-    for what, work in derived.table():
-        for gpu in GPUS.values():
-            found = work(gpu)
-            assert 0 < found.roofline_s < found.seconds, what
-
-
 def test_rooflines_by_hand():
     weights = 2 * (QWEN2_7B.num_params - 152064 * 3584)  # 14.1 GB; a token's cache is 2 x 4 heads x 128 x 28 layers
     read_s = (weights + 2 * 64 * 1024 * 2 * 4 * 128 * 28) / 3.35e12

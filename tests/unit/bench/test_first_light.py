@@ -1,22 +1,16 @@
 """Bench first-light: a dry walk on the CPU; steps that fail, crash or hang leave the others alone; its arithmetic."""
 
-import functools
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from bench.first_light import first_light, steady
-from bench.first_light.speed import LLAMA_1B
+from bench.first_light import first_light
 from bench.first_light.steps import STEPS, Step
 from bench.rows import read_rows
-from rlhf_spmd.kernels.decode_attention import choose_parts
-from rlhf_spmd.runtime.generation.cuda_graphs import graph_size
 from tests.run_mpi import REPOSITORY
 
 PLANTS = "tests.planted_steps"
@@ -96,36 +90,3 @@ def test_a_dry_walk_of_all_steps(tmp_path):
     assert steps_with_rows == {name for name, row in found.items() if row["verdict"] == "passed"}
     files = {path.name for path in tmp_path.iterdir()}
     assert {"calibration.json", "decode-2-rows.json.gz"} <= files and len(files) <= 8
-
-
-# ---- parts -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_processors", [132, 148])
-def test_steady_meets_all_kernels_in_its_first_iterations(num_processors, monkeypatch):
-    """The number of parts of a row's attention is a constant of the kernel, and follows rows and longest sequence."""
-    made: list[dict] = []
-    parts_of = functools.cache(choose_parts)  # the same for most of the iterations
-
-    class Recorded:
-        def __init__(self, model, **options):
-            made.append(options)
-
-        def submit(self, prompts, *_):
-            self.num = min(len(prompts), made[-1]["max_sequences"])
-
-        def run(self):
-            counts = {*range(1, self.num + 1), *map(graph_size, range(1, self.num + 1))}
-            pairs, longest = [num * LLAMA_1B.num_kv_heads for num in counts], made[-1]["longest"]
-            made[-1]["parts"] = {parts_of(num, longest, num_processors) for num in pairs}
-
-    monkeypatch.setattr(steady, "Engine", Recorded)
-    monkeypatch.setattr(steady, "passes_of", lambda *_: lambda: None)
-    monkeypatch.setattr(steady, "random_model", lambda *_: torch.nn.Linear(1, 1))
-    monkeypatch.setattr(steady, "make_engine", lambda *_, **__: SimpleNamespace(update=lambda lr: None))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    light = SimpleNamespace(dry=False, device=torch.device("cpu"), row=lambda **_: None)
-    assert steady.steady(light).ok and len(made) == steady.ITERATIONS
-    first = set().union(*(one["parts"] for one in made[: steady.WARM]))
-    assert all(one["parts"] <= first for one in made)

@@ -1,31 +1,8 @@
 """`bench lag`: which runs there are, whose weights generate, and the intervals of paired differences."""
 
-from types import SimpleNamespace
-
 import pytest
-import torch
-from torch import nn
 
 from bench.numbers import lag
-from rlhf_spmd.runtime.execute.handlers import generate
-
-
-@pytest.mark.parametrize("late", [0, 1, 2])
-def test_generation_reads_the_weights_of_so_many_iterations_ago(late, monkeypatch):
-    """Two Runs of an iteration read the same ones; evaluations read the newest, and training finds its own again."""
-    model, drawn = nn.Linear(1, 1), []
-    job = SimpleNamespace(models=SimpleNamespace(engines={"actor": SimpleNamespace(model=model)}))
-    monkeypatch.setattr(generate, "generate", lambda *_: drawn.append(model.weight.item()))
-    lag.delay(late)
-    call = SimpleNamespace(model="actor")
-    for number in range(5):
-        with torch.no_grad():
-            model.weight.fill_(number)
-        for what in ("iteration", "iteration", "evaluation after iteration"):
-            generate.generate(job, call, None, SimpleNamespace(what=what, number=number))
-            assert model.weight.item() == number
-    expected = [[max(number - late, 0)] * 2 + [number] for number in range(5)]
-    assert drawn == sum(expected, [])
 
 
 def test_intervals_of_five_pairs():

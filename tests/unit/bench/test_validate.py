@@ -1,20 +1,16 @@
 """Published measurements against forecasts: the systems as placements, what is summed up."""
 
 import hashlib
-from dataclasses import replace
 
 import pytest
 
 from bench.forecast.scan import phase_s
 from bench.forecast.validate import judged
 from bench.forecast.validate_rows import COLUMNS, DATA, REST, cluster_of, read_rows, workload_of
-from bench.forecast.validate_systems import EAGER_LAYER_S, HOST_ADAM, SYSTEMS, USABLE, Plan, fastest, fits, simulated
+from bench.forecast.validate_systems import EAGER_LAYER_S, HOST_ADAM, SYSTEMS, USABLE, fastest
 from bench.rows import RESULTS
 from bench.rows import read_rows as read_jsonl
 from rlhf_spmd.machines.calibration_file import read_calibration
-from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.seconds import STATE_BYTES, Cost
-from rlhf_spmd.plan.program.compile import compile_program
 
 CALIBRATION = read_calibration(str(DATA / "real_v1.json"))
 
@@ -23,14 +19,6 @@ def row_of(system: str, actor: str, gen_len: str = "128") -> dict[str, str]:
     found = [row for row in read_rows() if (row["system"], row["actor_b"], row["gen_len"]) == (system, actor, gen_len)]
     assert len(found) == 1
     return found[0]
-
-
-def plans_of(row: dict[str, str]) -> tuple[list[Plan], list]:
-    """Returns the configurations of a row's system, and their programs."""
-    system, cluster = SYSTEMS[row["system"]], Cluster.parse(f"{int(row['n_gpus']) // 8}x8", "a100-80g")
-    workload = system.sized(workload_of(row), cluster)
-    plans = list(system.plans(workload, cluster))
-    return plans, [compile_program(workload, plan.placement, cluster) for plan in plans]
 
 
 def test_no_constant_was_chosen_with_the_unseen_rows_in_sight():
@@ -59,36 +47,6 @@ def test_stages_of_openrlhf_are_those_published():
     assert plan == "ZeRO 3, vLLM tp 2"
     assert phases["training"] == pytest.approx(51.0, rel=0.1)
     assert phases["inference"] == pytest.approx(19.4, rel=0.1)
-
-
-def test_gathers_of_deepspeed_are_counted():
-    """One more gather for each of the four steps of actor and critic, one after the other on the same ranks."""
-    plans, programs = plans_of(row_of("DeepSpeedChat", "7"))
-    program, plan = programs[1], plans[1]
-    assert plan.name == "ZeRO 3, generation tp 1"
-    cost = Cost(CALIBRATION, program.workload, program.cluster)
-    layout, calls = program.placement.layouts["actor_train"], program.workload.workflow.calls
-    seconds = [simulated(program, replace(plan, num_gathers=n), CALIBRATION).makespan_s for n in (2, 3)]
-    expected = 4 * sum(cost.gather_s(call, layout, 0) for call in calls if call.kind == "train")
-    assert seconds[1] - seconds[0] == pytest.approx(expected) and expected > 0
-
-
-def test_adam_in_host_memory_takes_its_time_and_frees_the_device():
-    plans, programs = plans_of(row_of("OpenRLHF", "7"))
-    assert [plan.host_adam for plan in plans] == [False, True]
-    assert [fits(program, plan) for program, plan in zip(programs, plans, strict=True)] == [False, True]
-    seconds = [simulated(*one, CALIBRATION).makespan_s for one in zip(programs, plans, strict=True)]
-    critic = programs[0].placement.layouts["critic_train"]  # which has the fewest devices, and so ends last
-    weights = 4 * programs[0].workload.models["critic"].num_params / len(critic.ranks)
-    memory_bytes_per_s = CALIBRATION.devices["a100-80g"].memory_bytes_per_s
-    assert seconds[1] - seconds[0] == pytest.approx(weights * (1 / HOST_ADAM - STATE_BYTES / memory_bytes_per_s))
-
-
-def test_zero_2_of_deepspeed_chat_needs_whole_frozen_models():
-    plans, programs = plans_of(row_of("DeepSpeedChat", "7"))
-    assert [plan.name for plan, program in zip(plans, programs, strict=True) if not fits(program, plan)] == [
-        "ZeRO 2, generation tp 1"
-    ]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

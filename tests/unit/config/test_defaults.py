@@ -8,13 +8,11 @@ import inspect
 import pytest
 import torch
 
-from rlhf_spmd.algorithms import advantages, controllers, surrogates
 from rlhf_spmd.algorithms.ppo import Options
 from rlhf_spmd.config.options import Config, Generation, Optimizer
 from rlhf_spmd.config.presets import PRESETS, load
 from rlhf_spmd.pages.algorithm import algorithm_names
 from rlhf_spmd.pages.option_tree import options_of as config_options
-from rlhf_spmd.runtime.execute.parity_gate import PARITY_TOLERANCE
 
 RULES = {  # row -> option: its default
     1: {"ppo.kl_coef": 0.05},
@@ -104,31 +102,3 @@ def test_a_model_from_a_folder_has_the_adamw_of_torch_and_the_presets_keep_their
     for preset in ("tiny", "smollm2", *(("arithmetic", "tools") if algorithm == "grpo" else ())):
         ours = load(preset, algorithm=algorithm).optimizer
         assert (ours.beta1, ours.beta2, ours.eps) == (0.9, 0.95, 1e-5)
-
-
-def test_the_math_has_the_same_defaults():
-    """Checks the numbers that are not options, too: the clip's 0.2 of the KL controller is in test_controllers.py."""
-    names = {
-        controllers.next_kl_coef: {"target": "kl_target", "horizon": "kl_horizon"},
-        advantages.shaped_scores: {name: name for name in ("truncation", "truncation_penalty", "clip_score")},
-        advantages.gae: {"gamma": "gamma", "lam": "lam"},
-        surrogates.policy_loss: {
-            name: name
-            for name in (
-                "clip_ratio",
-                "entropy_coef",
-                "importance_weights",
-                "importance_cap",
-                "rejection",
-                "generator_clip",
-            )
-        },
-        surrogates.value_loss: {"clip_value": "clip_value"},
-    }
-    for function, parameters in names.items():
-        for name, option in parameters.items():
-            default = inspect.signature(function).parameters[name].default
-            assert default == TABLE[f"ppo.{option}"], f"{function.__name__}({name})"
-    assert inspect.signature(surrogates.value_loss).parameters["value_coef"].default == 0.5
-    assert advantages.WHITEN_EPS == 1e-8
-    assert PARITY_TOLERANCE == {"float32": 1e-4, "bfloat16": 2.0}

@@ -9,20 +9,14 @@ from rlhf_spmd.command_line.checks import tokenizer_findings
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.machines.calibration_file import load_calibration
 from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.memory import (
-    least_bytes,
     num_frozen,
     num_params,
     num_trained,
-    peak_bytes,
     static_bytes,
-    working_bytes,
 )
-from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
@@ -30,7 +24,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import SHAPES
-from rlhf_spmd.strategies import flattening, separation
+from rlhf_spmd.strategies import flattening
 from tests.folders import write_all, write_model, write_tokenizer
 from tests.runs import load as load_run
 from tests.unit.model.adapters.test_files import change
@@ -136,41 +130,6 @@ def test_a_second_layout_of_a_base_counts_again():
     second = static_bytes(compile_program(workload, Placement(layouts), cluster), 0)["weights"]
     shape, half = workload.shape("actor"), Shard(0, 1, 0, 2)
     assert second - alike == 2 * num_frozen(shape, half) + 4 * num_trained(shape, half)
-
-
-def test_only_adapters_move_and_a_step_takes_less():
-    full, adapted = (program_of(*words, place=separation.place, layout="1x4") for words in ((), ("lora.rank=16",)))
-    for transfer in (one for one in adapted.transfers if one.model):
-        (before,) = (one for one in full.transfers if one.model == transfer.model)
-        shape = adapted.workload.shape(transfer.model)
-        whole = before.num_bytes / num_params(shape, WHOLE) / 2
-        assert transfer.num_bytes == whole * 4 * num_trained(shape, WHOLE)
-        assert transfer.what.startswith(f"adapters of {transfer.model}")
-    calibration = load_calibration("a100-80g")
-    assert forecast(adapted, calibration).makespan_s < forecast(full, calibration).makespan_s
-
-
-def test_joined_copies_take_memory_and_spare_products():
-    """Of each adapted weight, and of those with the same input, during generation; on each rank its shard."""
-    words, layers, h, inner = ("lora.rank=16", "lora.actor.targets=v_proj,down_proj"), 32, 4096, 11008
-    apart, joined = (program_of(*words, *more, layout="1x2", tp=2) for more in ((), ("lora.generate=joined",)))
-    assert static_bytes(apart, 0) == static_bytes(joined, 0)
-    before, now = working_bytes(apart, 1), working_bytes(joined, 1)
-    wanted = 2 * layers * (3 * h * h + h * inner) // 2
-    assert now == before | {"copies with adapters": wanted} and before["copies with adapters"] == 0
-    assert least_bytes(joined, 1) - least_bytes(apart, 1) in range(wanted + 1)
-    assert peak_bytes({"offloaded": 0}, now | {"activations": 0}) == wanted + peak_bytes(
-        {"offloaded": 0}, before | {"activations": 0}
-    )
-    calibration, rank, call = load_calibration("a100-80g"), 0, "actor_generate"
-    seconds = [Cost(calibration, one.workload, one.cluster) for one in (apart, joined)]
-    call, layout = joined.workload.workflow.call(call), joined.placement.layouts[call]
-    assert [one.copies_s(call, layout, rank) > 0 for one in seconds] == [False, True]
-    first, second = (one.decode_s(call, layout, rank, 4096) for one in seconds)
-    assert second < first
-    infer = joined.workload.workflow.call("actor_train")
-    assert seconds[1].adapters_s(infer, layout, rank, 32) == seconds[0].adapters_s(call, layout, rank, 32) > 0
-    assert joined.fingerprint != apart.fingerprint
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.config import presets
-from rlhf_spmd.config.metric_aliases import FUNCTION, TABLE, aliased, aliases_of
+from rlhf_spmd.config.metric_aliases import FUNCTION, TABLE, aliases_of
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 from rlhf_spmd.runtime.run.metrics import metrics_of
 
@@ -50,21 +50,3 @@ def test_what_is_another_quantity_under_some_options_has_no_alias():
     assert "train/kl" not in named("trl", "grpo", "grpo.kl_estimator=k1")
     assert "train/clip_ratio/low_mean" not in named("trl", "grpo", "grpo.ratio_level=sequence")
     assert "train/reward" not in named("trl", "ppo") and named("none", "grpo") == {}
-
-
-def test_values():
-    metrics = {"ended_fraction": 0.75, "clip_fraction_low": 0.125, "clip_fraction_high": 0.25, "reward": 1.5}
-    config = presets.load("tiny", ["reward_function=a.py:f"], algorithm="grpo")
-    found = aliased(aliases_of("trl", "grpo", config.options, ["f"]), metrics | {"score": 2.0})
-    assert found == {
-        "train/reward": 1.5,
-        "train/rewards/f/mean": 2.0,
-        "train/clip_ratio/low_mean": 0.125,
-        "train/clip_ratio/high_mean": 0.25,
-        "train/clip_ratio/region_mean": 0.375,
-        "train/completions/clipped_ratio": 0.25,
-    }
-    part = aliased(aliases_of("trl", "grpo", config.options, ["f"], parts=True), {"score_f": 1.0, "score": 2.0})
-    assert part["train/rewards/f/mean"] == 1.0, "beside a reward model the score is a sum"
-    two = aliased(aliases_of("trl", "grpo", config.options, ["f", "g"]), {"score_f": 1.0, "score_g": 3.0, "score": 2.0})
-    assert two == {"train/rewards/f/mean": 1.0, "train/rewards/g/mean": 3.0}

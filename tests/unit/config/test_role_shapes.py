@@ -3,19 +3,11 @@
 import pytest
 
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.config.options import make_workload
-from rlhf_spmd.config.presets import load
 from rlhf_spmd.config.role_shapes import shape_text, shapes_by_role
 from rlhf_spmd.pages.algorithm import load_algorithm
-from rlhf_spmd.plan.workload import SHAPES
 
 PPO = load_algorithm("ppo").roles
 GROWN = {"actor": "llama-70b", "critic": "llama-7b", "reference": "llama-70b", "reward": "llama-7b"}
-
-
-def layers(preset: str, *overrides: str, algorithm: str | None = None) -> dict[str, int]:
-    workload = make_workload(load(preset, overrides, algorithm=algorithm))
-    return {role: shape.num_layers for role, shape in workload.models.items()}
 
 
 @pytest.mark.parametrize(
@@ -33,13 +25,6 @@ def test_a_role_without_a_shape_has_that_of_the_role_that_it_starts_from(text, e
     found = shapes_by_role(text, PPO, "llama-7b")
     assert found == expected
     assert shapes_by_role(shape_text(found), PPO) == expected
-
-
-def test_workloads_have_them():
-    assert layers("llama-7b", "shape=actor=llama-70b") == {"actor": 80, "critic": 32, "reference": 80, "reward": 32}
-    assert layers("llama-7b", "shape=reward=llama-13b", algorithm="grpo")["reward"] == 40
-    workload = make_workload(load("llama-7b", ["shape=actor=llama-70b"]))
-    assert workload.models["critic"].scalar_head and workload.models["actor"] == SHAPES["llama-70b"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ on a terminal, at the end of a pseudo-terminal. 3 s."""
 import fcntl
 import os
 import pty
-import shlex
 import struct
 import subprocess
 import sys
@@ -69,14 +68,6 @@ def test_what_an_encoding_lacks_is_escaped():
 
 # The terminal
 
-SHOWS = """
-import sys
-from rlhf_spmd.files import output
-output.prepare(is_work=False)
-print("found", output.table_width(), output.width())
-output.print_json({"ok": True}, {"--json": True, "--no-json": False}.get(sys.argv[-1]))
-"""
-
 
 def on_terminal(command: list[str], columns: int = 0, **environment: str) -> str:
     """Returns what a program prints whose standard streams are a terminal with so many columns (0: it does not
@@ -95,15 +86,3 @@ def on_terminal(command: list[str], columns: int = 0, **environment: str) -> str
     os.close(here)
     assert process.wait(120) == 0, said
     return said.decode().replace("\r\n", "\n")
-
-
-def test_the_width_of_a_terminal_and_where_json_is_printed(tmp_path):
-    path = tmp_path / "shows.py"
-    path.write_text(SHOWS, encoding="utf-8")
-    program = [sys.executable, str(path)]
-    assert on_terminal(program, 100) == "found 100 100\n"
-    assert on_terminal(program, 100, COLUMNS="60") == "found 60 60\n"
-    assert on_terminal(program, 0, COLUMNS="no") == "found 80 80\n"
-    assert on_terminal([*program, "--json"], 100).endswith('{"ok": true}\n')
-    piped = ["sh", "-c", f"{shlex.join(program)} | cat; {shlex.join(program)} --no-json | cat"]
-    assert on_terminal(piped, 0) == 'found None 80\n{"ok": true}\nfound None 80\n'

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.__main__ import main
-from rlhf_spmd.command_line.arguments import VERBS, arguments_of, parse, parser
-from rlhf_spmd.command_line.help import MOST_LINES
+from rlhf_spmd.command_line.arguments import VERBS, parse, parser
 from rlhf_spmd.config import options as configs
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 from rlhf_spmd.pages.option_tree import options_of
@@ -77,22 +75,6 @@ def test_options_are_full_phrases():
     assert [f"{key}: {text}" for key, (_, text) in OPTIONS.items() if DANGLING.match(text)] == []
 
 
-def test_options_say_what_nothing_means():
-    """The empty text or list, none, and zero where it is the default and a number of something."""
-
-    def told(default: object, text: str) -> bool:
-        if default is None:
-            return "one: " in text  # None or none
-        if default in ("", (), {}):
-            return "empty: " in text or "default: " in text
-        return default != 0 or isinstance(default, bool) or "0: " in text
-
-    silent = {key for key, (default, text) in OPTIONS.items() if not told(default, text)}
-    seeds = {key for key in silent if key.endswith("seed")}
-    stages = {key for key in silent if key.endswith(" zero")}  # ZeRO stage 0
-    assert silent - seeds - stages - {"reward_on_timeout"} == set()
-
-
 @pytest.mark.parametrize("name", VERBS)
 def test_a_help_begins_with_a_sentence_and_has_an_example(name, capsys):
     with pytest.raises(SystemExit):
@@ -102,19 +84,3 @@ def test_a_help_begins_with_a_sentence_and_has_an_example(name, capsys):
     examples = [shlex.split(line.partition(" > ")[0]) for line in VERBS[name]["examples"]]
     parsed = [parse(words[words.index("rlhf-spmd") + 1 :]) for words in examples if "rlhf-spmd" in words]
     assert name in {one.verb for one in parsed}
-
-
-def test_helps_of_arguments_are_phrases():
-    for verb in VERBS:
-        for settings in arguments_of(verb).values():
-            text = settings["help"]
-            assert len(text.split()) > 2 and not DANGLING.match(text) and not NOT_PLAIN.search(text), text
-
-
-@pytest.mark.parametrize("name", ["", *VERBS, "train --algorithm grpo"])
-def test_a_help_fits_its_terminal(name, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main([*name.split(), "--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80 and len(lines) <= MOST_LINES and "examples:" in lines

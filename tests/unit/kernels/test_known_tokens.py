@@ -28,21 +28,6 @@ HOLES = (3, 9, 40)
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-def test_a_padded_model_draws_what_the_model_without_padding_draws(rules):
-    """Not to the bit: a product of another width may round otherwise."""
-    whole, padded = make_model(), make_model(vocab_size=VOCAB + 65)
-    weights = whole.state_dict()
-    for name, weight in padded.state_dict().items():
-        weight[: len(weights[name])] = weights[name]
-    prompts, bits_BG = make_prompts(12), draw(12)
-    expected = run(whole, prompts, bits_BG, **rules)
-    found = run(padded, prompts, bits_BG, known=KnownTokens(VOCAB), **rules)
-    assert torch.equal(found[0], expected[0])
-    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=2e-5)
-    assert int(run(padded, prompts, bits_BG, temperature=3.0)[0].max()) >= VOCAB  # it would be drawn
-
-
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_holes_are_not_drawn_and_have_no_mass(rules):
     model, known = make_model(), KnownTokens(VOCAB - 5, HOLES)
     prompts, bits_BG = make_prompts(12), draw(12)
@@ -54,13 +39,6 @@ def test_holes_are_not_drawn_and_have_no_mass(rules):
     if rules.get("temperature") != 0.0 and "top_p" not in rules:
         forced_BG = response_logprobs(model, batch, forward(model, batch), support_BGK, known=known, **again)
         torch.testing.assert_close(forced_BG, logprobs_BG, rtol=0, atol=3e-5)
-
-
-def test_equal_bits_where_all_tokens_are_known():
-    model, prompts, bits_BG = make_model(), make_prompts(12), draw(12)
-    for rules in RULES.values():
-        without, with_all = (run(model, prompts, bits_BG, **more, **rules) for more in ({}, {"known": KnownTokens(63)}))
-        assert torch.equal(without[0], with_all[0]) and torch.equal(without[1], with_all[1])
 
 
 def test_entropy_and_logprobs_are_over_the_known_tokens():

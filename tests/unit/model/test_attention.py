@@ -86,21 +86,6 @@ def test_packed_rows_equal_single_rows(case, lengths):
             torch.testing.assert_close(found, expected[name], atol=1e-11, rtol=1e-11, msg=name)
 
 
-@pytest.mark.parametrize("case", ["window", "qk norm", "llama3"])
-def test_packing_does_not_mix_neighbours(case):
-    """Other tokens in one sequence leave the bits of the others alone."""
-    model, rows = make_model(case, dtype=torch.float32), some_tokens((6, 9, 6))
-    other = [rows[0], 36 - rows[1], rows[2]]
-    found, changed = (model(torch.cat(x), context=Packed((6, 9, 6))).split((6, 9, 6)) for x in (rows, other))
-    assert torch.equal(found[0], changed[0]) and torch.equal(found[2], changed[2])
-    assert not torch.equal(found[1], changed[1])
-
-
-def test_positions_restart():
-    context = Packed((3, 1, 2), num_tokens=8)
-    assert context.positions.tolist() == [0, 1, 2, 0, 0, 1, 0, 1] and context.lengths == [3, 1, 2, 2]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["mha, biases", "some windows", "qk norm"])
 def test_recomputation_gives_the_same_bits(case, dtype):
@@ -113,23 +98,6 @@ def test_recomputation_gives_the_same_bits(case, dtype):
         found.append((logits_NV.detach(), gradients(model)))
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
-
-
-def test_recomputation_keeps_less():
-    """Of 3 layers only the inputs, which is a small part of what the backward pass needs."""
-    model, tokens_N = make_model("llama", dtype=torch.float32), torch.cat(some_tokens((40,)))
-    kept = {}
-    for recompute in (False, True):
-        model.recompute, sizes = recompute, {}
-
-        def note(x: Tensor, sizes=sizes) -> Tensor:
-            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            model(tokens_N, context=Packed((40,)))
-        kept[recompute] = sum(sizes.values())
-    assert kept[True] < 0.3 * kept[False]
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Shards of a model in one process."""
 
-import itertools
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,9 +7,9 @@ from safetensors.torch import load_file, save_file
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.parallel import is_split, layers_of, slice_of, vocabulary_of
+from rlhf_spmd.model.parallel import layers_of, slice_of
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.plan.shard import Shard, split
+from rlhf_spmd.plan.shard import Shard
 from tests.folders import save_model
 from tests.unit.model.test_attention import make_model, place
 
@@ -50,32 +48,6 @@ def test_a_shard_is_a_slice_of_the_whole(case, head, shard, tmp_path):
         assert torch.equal(drawn[name], whole.state_dict()[name][part]), name
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-@pytest.mark.parametrize("case", ["mha, biases", "qk norm"])
-def test_the_slices_make_the_whole(case, tp):
-    """Side by side along one dim the slices are the weight; without such a dim every slice is all of it."""
-    model = make_model(case)
-    for name, weight in model.named_parameters():
-        parts = [weight[slice_of(name, model.config, Shard(tp=tp, tp_index=i))] for i in range(tp)]
-        if is_split(name):
-            assert any(sum(p.shape[d] for p in parts) == weight.shape[d] for d in range(weight.dim()))
-            dim = next(d for d in range(weight.dim()) if parts[0].shape[d] < weight.shape[d])
-            assert torch.equal(torch.cat(parts, dim), weight)
-        else:
-            assert all(part.shape == weight.shape for part in parts)
-    vocabularies = [vocabulary_of(model.config, Shard(tp=tp, tp_index=i)) for i in range(tp)]
-    assert list(itertools.chain(*vocabularies)) == list(range(37))
-    assert [len(split(37, tp, i)) for i in range(tp)] == [len(part) for part in vocabularies]
-
-
-def test_a_fresh_critic_of_a_shard(tmp_path):
-    save_model(make_model("llama"), tmp_path)
-    last = hf.load_model(tmp_path, head="scalar", parallel=place(Shard(1, 2, 0, 2)))
-    assert last.score.weight.shape == (1, 24) and not last.score.weight.any()
-    with pytest.raises(UserError, match="not a reward model"):  # on every shard, not only on the one with the head
-        hf.load_model(tmp_path, head="scalar", fresh_head=False, parallel=place(Shard(0, 2, 0, 2)))
-
-
 def test_every_shard_checks_the_whole_model(tmp_path):
     """A wrong tensor of another stage or slice is found too."""
     model = make_model("qk norm")
@@ -91,9 +63,3 @@ def test_every_shard_checks_the_whole_model(tmp_path):
     with pytest.raises(UserError, match="differs from"):
         hf.load_model(tmp_path, head="lm", parallel=place(Shard(2, 3, 1, 2)))
     hf.load_model(tmp_path, head="lm", dtype=torch.float64, parallel=place(Shard(1, 3, 1, 2)))
-
-
-def test_output_shape_of_a_stage():
-    model = Transformer(make_model("llama").config, head="lm", device="meta", parallel=place(Shard(0, 2, 1, 3)))
-    assert [model.output_shape(num) for num in (1, 3, 7)] == [(1, 24), (1, 24), (3, 24)]
-    assert list(model.layers) == ["0"] and model.dtype == torch.float32

@@ -69,31 +69,6 @@ def scores(model: Transformer, batch: Sequences) -> Tensor:
     return sequence_scores(model, batch, forward(model, batch))
 
 
-def test_join():
-    pairs = make_pairs()
-    batch = join(pairs)
-    assert batch.tokens_N.dtype == torch.int64
-    assert batch.tokens_N.tolist() == [token for prompt, response in pairs for token in prompt + response]
-    assert batch.lengths == tuple(len(prompt) + len(response) for prompt, response in pairs)
-    assert batch.response_lengths_B.tolist() == [len(response) for _, response in pairs]
-    assert (batch.last_B() + 1).tolist() == np.cumsum(batch.lengths).tolist()
-
-
-def test_the_tokens_before_and_the_places_of_the_response():
-    """Marked tokens: row b, position p is 100 b + p."""
-    pairs = [([100 * b + p for p in range(len(x))], [100 * b + len(x) + t for t in range(len(y))])
-             for b, (x, y) in enumerate(make_pairs())]  # fmt: skip
-    batch = join(pairs)
-    expected = [
-        (100 * b + len(x) - 1 + t, b * MAX_RESPONSE + t) for b, (x, y) in enumerate(pairs) for t in range(len(y))
-    ]
-    assert batch.tokens_N[batch.before_R].tolist() == [before for before, _ in expected]
-    assert batch.slots_R.tolist() == [slot for _, slot in expected]
-    spread_BG = batch.spread(torch.arange(1.0, len(expected) + 1))
-    assert spread_BG.flatten()[batch.slots_R].tolist() == list(range(1, len(expected) + 1))
-    assert (spread_BG > 0).sum(1).tolist() == batch.response_lengths_B.tolist()
-
-
 @pytest.mark.parametrize("least", [0, 2])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
 def test_response_logprobs(temperature, least):
@@ -158,12 +133,6 @@ def test_response_values():
         assert not found_G1[len(response) + 1 :].any()
 
 
-def test_values_and_scores_are_at_least_float32():
-    model = make_model("scalar").to(torch.bfloat16)
-    batch = join(make_pairs())
-    assert values(model, batch).dtype == scores(model, batch).dtype == torch.float32
-
-
 def test_sequence_scores():
     """The head at the last real token, whatever that token is."""
     model, pairs = make_model("scalar"), make_pairs()
@@ -192,19 +161,6 @@ def test_invariant_4_padding(extra):
             continue
         torch.testing.assert_close(wide[:, : narrow.shape[1]], narrow, **CLOSE)
         assert not wide[:, narrow.shape[1] :].any()
-
-
-def test_invariant_4_permutation_and_pieces():
-    """Rows in another order, or a few at a time (other widths): the same numbers for each."""
-    pairs = make_pairs()
-    whole = everything(pairs)
-    order = np.random.default_rng(0).permutation(len(pairs))
-    for found, expected in zip(everything([pairs[i] for i in order]), whole, strict=True):
-        torch.testing.assert_close(found, expected[order], **CLOSE)
-    for size in (1, 2, 4):
-        pieces = [everything(pairs[start : start + size]) for start in range(0, len(pairs), size)]
-        for parts, expected in zip(zip(*pieces, strict=True), whole, strict=True):
-            torch.testing.assert_close(torch.cat(parts), expected, **CLOSE)
 
 
 def test_invariant_5_eos_inside_and_at_the_end():

@@ -67,8 +67,3 @@ def test_what_functions_return_is_checked(name, tmp_path):
     run = run_of(write_page(tmp_path, change), write_all(tmp_path))
     with pytest.raises(UserError, match=message):
         run.iteration()
-
-
-def test_a_loss_needs_no_sums(tmp_path):
-    run = run_of(write_page(tmp_path, (LOSS, "    return loss")), write_all(tmp_path))
-    assert "surrogate" not in run.iteration()

@@ -2,16 +2,12 @@
 
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.config.options import resolved
-from rlhf_spmd.config.presets import load
 from rlhf_spmd.pages.algorithm import algorithm_names, load_algorithm
 from rlhf_spmd.runtime.pictures.palette import RUNS
 from rlhf_spmd.runtime.records.web_page import NONE
@@ -132,64 +128,6 @@ def test_runs_are_compared_in_one_picture_a_metric(tmp_path):
     at = words.index("commit")
     assert words[at : at + 3] == ["commit", NONE, "abc1234"] and "8 x H100" in words and "20" in words
     assert 'aria-label="timelines: fast"' in text and "iteration 2: 1 s, ranks busy 100%" in words
-
-
-def test_only_options_that_somebody_set_differ(tmp_path):
-    """Not those in which two algorithms or presets differ."""
-    runs = []
-    for algorithm, change in (("sft", {"seed": 3}), ("grpo", {"reward_function": ""})):
-        config = resolved(load("tiny", algorithm=algorithm)) | change
-        del config["algorithm"]
-        runs.append(write_run(tmp_path / algorithm, algorithm, **config))
-    words = [word.strip() for word in Tags(written(tmp_path, runs)).words if word.strip()]
-    differ = words[words.index("Options that differ") + 3 : words.index("Strategy, code and machines")]
-    assert differ == ["seed", "3", "0"]
-
-
-def test_losses_of_two_algorithms_have_a_picture_each(stages, tmp_path):
-    write_lines(stages[2] / "metrics.jsonl", [{"iteration": 0, "loss": 0.5, "response_length": 3.0}])
-    write_lines(stages[1] / "metrics.jsonl", [{"iteration": 0, "response_length": 3.0}])
-    labels = re.findall('aria-label="(loss|response_length)([^:]*): ([^"]*)"', written(tmp_path, stages))
-    assert [(name, what) for name, what, _ in labels] == [
-        *(("loss", " of supervised fine-tuning"), ("loss", " of DPO"), ("response_length", ""))
-    ]
-    assert "ppo" in labels[2][2] and "begun" in labels[2][2]
-
-
-def test_evaluations_have_intervals(stages, tmp_path):
-    rows = [{"iteration": i, "mean@1": 0.5, "standard_error": 0.1} for i in (0, 5)]
-    path = stages[1] / "evaluations.jsonl"
-    found = []
-    for one in (rows, [{"iteration": row["iteration"], "mean@1": 0.5} for row in rows]):
-        write_lines(path, one)
-        found.append(written(tmp_path, stages[1:2], "--overwrite"))
-    with_intervals, without = (
-        next(svg for svg in re.findall("(?s)<svg.*?</svg>", page) if 'aria-label="mean@1: ' in svg) for page in found
-    )
-    assert with_intervals.count("LineCollection") == 1 and "LineCollection" not in without
-    assert "standard_error" not in found[0]
-
-
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
-@pytest.mark.parametrize("width", [500, 1280])
-def test_a_page_fits_its_window(width, stages, tmp_path):
-    """Wide tables scroll by themselves. A browser without a head has at least 500 pixels; the page gets 390 of them."""
-    config = {"data": {"prompts": "a-folder-with-a-long-name/" * 12}, "seed": 3}
-    stages[1] = write_run(tmp_path / "long", "ppo", **config)
-    text = written(tmp_path, stages)
-    script = "document.title = document.body.scrollWidth + '/' + document.body.clientWidth"
-    narrow = "<style>html { width: 390px }</style>" if width < 1000 else ""
-    page = tmp_path / "page.html"
-    page.write_text(text.replace("</body>", f"{narrow}<script>{script}</script></body>"), encoding="utf-8")
-    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
-    words += [f"--window-size={width},1000", "--dump-dom", page.as_uri()]
-    dom = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
-    content, window = re.search(r"<title>(\d+)/(\d+)</title>", dom).groups()
-    assert int(content) <= int(window) <= (390 if narrow else width)
 
 
 def test_text_of_a_model_is_text(stages, tmp_path):

@@ -8,7 +8,6 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cost.lengths import (
-    CELLS,
     LengthDistribution,
     constant,
     decode,
@@ -18,14 +17,6 @@ from rlhf_spmd.plan.cost.lengths import (
     slowest,
 )
 from rlhf_spmd.plan.cost.seconds import decode_steps
-
-
-def exponential(mean: float) -> LengthDistribution:
-    """Returns an exponential distribution, cut where e^-16 are left."""
-    step = 16 * mean / CELLS
-    survival = np.exp(-(np.arange(CELLS) + 0.5) * step / mean)
-    survival[0] = 1.0
-    return LengthDistribution(step, survival)
 
 
 def drawn_steps(lengths: LengthDistribution, num_rows: int, places: int, times: int, num_shards: int = 1) -> float:

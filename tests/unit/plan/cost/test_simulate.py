@@ -209,19 +209,6 @@ def test_periods_of_large_programs_with_stages(case):
     assert simulate(program, times).makespan_s == pytest.approx(slow_period_s(program, times, 3))
 
 
-def test_separation_gains_from_a_chain():
-    """7B on 4x8, by calibration a100-80g: 13.97 s in place of 19.86 s."""
-    options = {"generation_ranks": 16, "zero": 3, "micro_batch": 8, "ratios": ("actor=1",), "decode_mini_batches": 4}
-    cluster, calibration = machine(Case("llama-7b", "4x8", "separation", options))
-    found = {}
-    for chain in (False, True):
-        program = load_strategy("separation").compile(
-            config.make_workload(load("llama-7b")), cluster, options | {"chain": chain}
-        )
-        found[chain] = simulate(program, times_of(program, calibration)).makespan_s
-    assert found[True] == pytest.approx(13.97, rel=0.01) and found[False] == pytest.approx(19.86, rel=0.01)
-
-
 @pytest.mark.parametrize("load_s", [3.0, 8.0, 11.0])
 def test_a_model_is_loaded_beside_the_run_before(load_s):
     """The reference during generation; the reward model after the reference has gone, since two never wait together."""

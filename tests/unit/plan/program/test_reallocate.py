@@ -163,21 +163,6 @@ def test_any_layout_to_any_other(data):
     check(plan(sources, after, shape, node_of=lambda rank: rank // per_node, whole_bytes=whole_bytes))
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_there_and_back_changes_no_bit(data):
-    shape = data.draw(shapes())
-    before, after = data.draw(layouts(shape)), data.draw(layouts(shape))
-    there = plan(before, after, shape, whole_bytes=0)
-    back = plan(after, before, shape, whole_bytes=0)
-    held = hold(there, whole_model(shape))
-    made = carry_out(there, held)
-    halfway = {(after[index][0], name): values for (index, name), values in made.items()}
-    returned = carry_out(back, halfway)
-    for (index, name), values in returned.items():
-        assert (values == held[before[index][0], name]).all()
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_buckets_carry_the_pieces_in_order(data):

@@ -56,19 +56,6 @@ def test_the_mixture_of_each_iteration_is_that_of_the_weights(weights):
     assert len(used) == 150 and [Counter(used)[index] for index in range(1000, 1050)] == [3] * 50  # three epochs
 
 
-def test_two_files_have_two_permutations_and_part_of_the_promise():
-    order = PromptOrder((8, 8), (1, 1))
-    batch = order.batch(0, 16)
-    one, two = [i for i in batch if i < 8], [i - 8 for i in batch if i >= 8]
-    assert one == [6, 0, 3, 5, 1, 2, 7, 4] and two == [1, 6, 0, 5, 4, 2, 7, 3]  # runs are repeatable
-    assert PromptOrder((8, 8), (1, 1), seed=1).batch(0, 16) != batch
-
-
-def test_a_late_iteration_is_found_quickly():
-    order = PromptOrder((1000, 333, 77), (0.123, 0.456, 0.0789))
-    assert len(set(order.batch(10**7 + 3, 64))) == 64
-
-
 # ---- several files ---------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.packed_rows import TextRows, TokenRows
-from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts, pad
+from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 
 
 class Words:
@@ -61,11 +61,6 @@ def test_jsonl_text_and_parquet_give_the_same_prompts(tmp_path):
         assert prompts.prompts == [Words().encode(text) for text in texts]
     assert len({prompts.fingerprint() for prompts in sets}) == 1
     assert len(sets[0]) == 3
-
-
-def test_a_json_string_may_hold_line_breaks(tmp_path):
-    path = write(tmp_path, "p.jsonl", json.dumps({"prompt": "a\nb\u2028c"}))
-    assert load(path).texts == ["a\nb\u2028c"]
 
 
 @pytest.mark.parametrize(
@@ -179,26 +174,3 @@ def test_every_epoch_is_a_permutation_and_no_batch_repeats(size, rollout_batch, 
     iteration = data.draw(st.integers(0, len(batches) - 1))
     assert prompt_set(size, seed).batch(iteration, rollout_batch) == batches[iteration]  # no history needed
     assert prompts.batch(iteration, rollout_batch) == batches[iteration]  # nor does history harm
-
-
-def test_order_depends_on_the_seed_and_the_epoch():
-    one, two = prompt_set(50, seed=1), prompt_set(50, seed=2)
-    assert one.batch(0, 50) != two.batch(0, 50) != list(range(50))
-    assert one.batch(0, 50) != one.batch(1, 50)
-    assert one.fingerprint() != two.fingerprint()
-    assert prompt_set(8).batch(0, 8) == [6, 0, 3, 5, 1, 2, 7, 4]  # part of the promise: runs are repeatable
-
-
-def test_the_order_is_not_that_of_the_mini_batches():
-    from rlhf_spmd.algorithms.training_order import epoch_order
-
-    assert prompt_set(64, seed=3).batch(0, 64) != epoch_order(3, 0, 0, 64, 8).ravel().tolist()
-
-
-def test_pad():
-    padded = pad([[1, 2], [3], []])
-    assert padded.tolist() == [[1, 2], [3, -1], [-1, -1]] and str(padded.dtype) == "torch.int64"
-    assert pad([[1]], width=3).tolist() == [[1, -1, -1]]
-    assert pad([]).shape == (0, 0) and pad([], width=4).shape == (0, 4)
-    with pytest.raises(AssertionError):
-        pad([[1, 2]], width=1)

@@ -8,7 +8,6 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.messages import conversation_of
-from rlhf_spmd.runtime.data.packed_rows import NumberRows
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 
 BOS, EOS = 0, 1
@@ -84,12 +83,6 @@ def test_prompt_and_completion(tmp_path):
     assert found.prompts == [[BOS, 97, 98]] and found.responses["responses"] == [[99, EOS]]
 
 
-def test_all_tokens_of_a_text_but_the_first_are_learned(tmp_path):
-    found = load(tmp_path, [{"text": "abc"}], **ONE)
-    assert found.prompts == [[BOS]] and found.responses["responses"] == [[97, 98, 99, EOS]]
-    assert found.numbers["own"] == [[1.0] * 4] and found.columns is None
-
-
 CONVERSATION = {"messages": [user("x"), said("one"), user("y"), said("two"), user("z")]}
 
 
@@ -103,17 +96,6 @@ CONVERSATION = {"messages": [user("x"), said("one"), user("y"), said("two"), use
 def test_turns_of_a_conversation(tmp_path, turns, expected):
     """What follows the assistant's last turn is left out, and so is white space after an end of sequence."""
     assert one_row(tmp_path, CONVERSATION, turns=turns) == expected
-
-
-def test_a_completion_without_a_prompt_is_no_row(tmp_path):
-    """Parquet gives null where a row has no such column."""
-    row = {"prompt": None, "completion": "a", "text": "bc", "messages": None}
-    assert one_row(tmp_path, row) == ("", "bc$", "bc$")
-
-
-def test_completions_that_are_conversations(tmp_path):
-    row = {"prompt": [user("x")], "completion": [said("one"), user("y"), said("two")]}
-    assert one_row(tmp_path, row) == ("[u]x$\n[a]", "one$\n[u]y$\n[a]two$", "one$two$")
 
 
 def test_a_template_without_an_end_gets_one(tmp_path):
@@ -186,17 +168,6 @@ def test_numbers_of_rows(tmp_path):
     needed = {"numbers": {"margins": ("margin", None)}, **TWO}
     assert "no key 'margin'" in refusal(tmp_path, pair, **needed)
     assert "'margin' is null" in refusal(tmp_path, pair | {"margin": None}, **needed)
-
-
-def test_marks_are_padded_with_zeros_and_count_in_the_fingerprint(tmp_path):
-    found = load(tmp_path, [CONVERSATION], turns="all", **ONE)
-    padded = found.padded("own", np.array([0, 0]), (40,))
-    assert padded.shape == (2, 40) and padded[0].sum() == len("one$two$") and padded.dtype == np.float32
-    other = load(tmp_path, [CONVERSATION], turns="all", **ONE)
-    assert other.fingerprint() == found.fingerprint()
-    other = load(tmp_path, [CONVERSATION], turns="all", **ONE)
-    object.__setattr__(other, "numbers", {"own": NumberRows(1 - found.numbers["own"].items, found.numbers["own"].ends)})
-    assert other.fingerprint() != found.fingerprint()
 
 
 # ---- what data sets of others look like -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import sequences
-from rlhf_spmd.runtime.data.step_order import NO_ROW, StepOrder
+from rlhf_spmd.runtime.data.step_order import StepOrder
 from tests.folders import WORDS, write_model
 from tests.runs import RunOf
 
@@ -46,17 +46,6 @@ def test_every_epoch_has_every_row_and_every_step_is_full(lengths, most_rows, mo
     again = StepOrder(np.array(lengths), most_tokens, most_rows, seed, shuffle)  # as a resumed run: not from the start
     for one in (number - 1, 0, number // 2):
         assert again.step(one).tolist() == order.step(one).tolist()
-
-
-def test_places_are_spread_over_the_ranks():
-    order = StepOrder(np.full(10, 3), 9, 8, shuffle=False)
-    rows_MC = order.matrix(1, 3)
-    assert rows_MC.tolist() == [
-        [3, NO_ROW, 4, NO_ROW, NO_ROW, 5, NO_ROW, NO_ROW],
-        [6, NO_ROW, 7, NO_ROW, NO_ROW, 8, NO_ROW, NO_ROW],
-        [9, *[NO_ROW] * 7],
-    ]
-    assert StepOrder(np.full(10, 3), 99, 8, shuffle=False).matrix(0, 1).tolist() == [[*range(8)]]
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------

@@ -64,32 +64,6 @@ def test_a_sum_that_cannot_divide(actor, tmp_path):
     assert checked_divisor([0.5, 3.5], call, "weighted") == 0.5 and checked_divisor([0.0, 0.0], call, "weighted") == 0.0
 
 
-def test_a_step_without_a_row_moves_nothing(actor, tmp_path):
-    """Neither weights nor moments nor AdamW's step count; the schedule of the learning rate counts it."""
-    decay = ("optimizer.weight_decay=0.5", "optimizer.schedule=linear")
-    zeros = [0.0] * 4
-    run = run_of(actor, tmp_path, [*zeros, *[1.0] * 4, *zeros, *[1.0] * 4], *decay)
-    start, known = state_of(run), metrics_of(run.config.algorithm, run.program.workload.workflow)
-    history = [run.iteration()]
-    assert start[0] == 0 and state_of(run)[0] == 0 and all(map(torch.equal, state_of(run)[1], start[1]))
-    history.append(run.iteration())
-    before = state_of(run)
-    assert before[0] == 1 and not any(map(torch.equal, before[1], start[1]))
-    history.append(run.iteration())
-    assert state_of(run)[0] == 1 and all(map(torch.equal, state_of(run)[1], before[1]))
-    history.append(run.iteration())
-    assert state_of(run)[0] == 2 and run.state.steps == {"actor": 4}
-    assert [row["actor_grad_norm"] > 0 for row in history] == [False, True, False, True]
-    assert [row["actor_lr"] for row in history] == pytest.approx([1e-3 * left for left in (1.0, 0.75, 0.5, 0.25)])
-    assert all("loss" not in row for row in history[::2])
-    assert all(math.isfinite(value) for row in history for value in row.values())
-    (text,) = Alarm(known).notes(history[0])
-    assert text.startswith(
-        "warning: actor_grad_norm is 0: the actor learned nothing in this iteration: its rows have no token or pair"
-    )
-    assert Alarm(known, history).notes(history[0]) == [] and Alarm(known).notes(history[1]) == []
-
-
 @pytest.mark.parametrize(
     "options",
     [

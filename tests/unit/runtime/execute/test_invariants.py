@@ -329,39 +329,3 @@ def test_the_lag_is_counted_in_steps_that_were_made(overrides, monkeypatch):
         assert history[-1]["actor_steps_made"] == (made() - start) / 4 < 1
         before.append(made())
     assert len({later - sooner for sooner, later in itertools.pairwise(before)}) > 1
-
-
-def test_learning_rates(overrides):
-    """12 steps of each model: 5 of warm-up, which are also 40% rounded up, then down to 0 at step 12 on a line, or on
-    half a cosine to a tenth."""
-    shapes = {
-        "linear": lambda x: 1 - x,
-        "cosine": lambda x: 0.1 + 0.9 * (1 + math.cos(math.pi * x)) / 2,
-        "constant": lambda x: 1.0,
-    }
-    more = {"cosine": ("optimizer.min_lr_ratio=0.1", "optimizer.warmup_ratio=0.4")}
-    for schedule, shape in shapes.items():
-        words = more.get(schedule, ("optimizer.warmup_steps=5",))
-        run = RunOf(load(overrides, f"optimizer.schedule={schedule}", *words))
-        rates = {"actor": [], "critic": []}
-        for _ in range(3):
-            run.iteration()
-            for model, found in rates.items():
-                found += [step[f"{model}_lr"] for step in run.meter.steps[model]]
-        expected = [1e-3 * min((i + 1) / 5, shape(max(i - 5, 0) / 7)) for i in range(12)]
-        assert rates["actor"] == rates["critic"] == pytest.approx(expected, rel=1e-12)
-
-
-def test_kl_controller_once_per_iteration(overrides):
-    """Row 2: with the global mean over all sequences, however many mini-batches, epochs and micro-batches there are."""
-    run = RunOf(load(overrides, "ppo.kl_controller=adaptive", "ppo.kl_target=0.05", "ppo.kl_horizon=240"))
-    expected = 0.05
-    for _ in range(3):
-        metrics = run.iteration()
-        assert metrics["kl_coef"] == pytest.approx(expected, rel=1e-12)
-        store = run.data.store
-        kl = (store["logprobs"] - store["ref_logprobs"]).double().sum() / 24
-        expected *= 1 + max(-0.2, min(0.2, float(kl) / 0.05 - 1)) * 24 / 240
-    assert run.state.of_algorithm.kl_coef == pytest.approx(expected, rel=1e-6) and expected != 0.05
-    fixed = RunOf(load(overrides))
-    assert [metrics["kl_coef"] for metrics in fixed.iterations()] == [0.05] * 3

@@ -1,20 +1,14 @@
 """An iteration's data on a rank: which rows it holds, where they lie, random numbers, the hash of all tokens."""
 
-import hashlib
-
 import numpy as np
 import pytest
 import torch
 
-from rlhf_spmd.config import presets
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.program.instructions import Program, Run, Wait
 from rlhf_spmd.runtime.execute import iteration
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
-from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
-from rlhf_spmd.strategies import flattening
 from tests.programs import make_workload, place_calls
-from tests.runs import compiled
 
 HOLE = {"actor_generate": (0,), "reference_infer": (1, 2, 3), "reward_infer": (2,)}
 
@@ -48,19 +42,6 @@ def test_a_rank_holds_what_it_reads_and_makes(program: Program):
         assert {key: sorted(found) for key, found in touched.items()} == held
 
 
-@pytest.mark.parametrize("num_ranks", [2, 5, 8])
-def test_every_rank_holds_its_share_alone(num_ranks):
-    """Under flattening: all keys, of as many rows as its share, which is what memory follows from."""
-    config = presets.load("tiny", ["rollout_batch=80", "mini_batch=40"])
-    program = compiled(config, num_ranks, flattening.place)
-    for rank in range(num_ranks):
-        share = (range(rank * 40 // num_ranks, (rank + 1) * 40 // num_ranks),)
-        assert set(program.held(rank).values()) == {share}
-        store = Store(program.workload, program.held(rank))
-        store.at("logprobs", (ALL, slice(share[0].start, share[0].stop)))
-        assert store["logprobs"].shape == (2, len(share[0]), program.workload.max_response)
-
-
 def test_rows_are_found_by_their_number_in_the_whole():
     workload = make_workload(mini_batch=10, num_mini_batches=3)
     store = Store(workload, {"scores": (range(2, 4), range(7, 10)), "responses": (range(5),)})
@@ -88,13 +69,3 @@ def test_random_numbers_of_some_columns(at_once, monkeypatch):
     whole = random_bits(11, 3, 4, prompt_MC.flatten(), sample_MC.flatten(), workload.max_response).reshape(2, 5, -1)
     for part in (ALL, slice(1, 4), slice(3, 3)):
         assert np.array_equal(data.random_bits(3, part).numpy(), whole[:, part])
-
-
-def test_the_hash_is_that_of_hashes_in_order():
-    prompt_MC, sample_MC = np.array([[3, 1], [1, 70_000]]), np.array([[0, 1], [0, 2]])
-    responses_MCG = torch.tensor([[[5, 6, -1], [-1, -1, -1]], [[9, 9, 9], [2**31 - 1, -1, -1]]])
-    rows = digests(prompt_MC, sample_MC, responses_MCG)
-    assert rows["length"].tolist() == [2, 0, 3, 1] and rows.itemsize == 44
-    ordered = [[9, 9, 9], [], [5, 6], [2**31 - 1]]  # prompts 1, 1, 3, 70,000; samples 0, 1, 0, 2
-    whole = b"".join(hashlib.sha256(np.array(tokens, dtype="<i4").tobytes()).digest() for tokens in ordered)
-    assert tokens_sha256([rows[2:], rows[:0], rows[:2]]) == hashlib.sha256(whole).hexdigest()

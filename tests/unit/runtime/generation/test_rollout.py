@@ -171,18 +171,6 @@ def compare_with_slow_twin(num_rows: int, options: dict, shape: dict) -> None:
         assert (found_GK[len(expected) :] == -1).all()
 
 
-def test_the_cases_end_early_late_and_never():
-    """What the cases above are about does happen in them."""
-    model, prompts, bits_BG = make_model(), make_prompts(13, seed=13), draw(13, seed=13)
-
-    def lengths(case: str) -> list[int]:
-        return [len(row) for row in rows(run(model, prompts, bits_BG, **CASES[case])[0])]
-
-    assert min(lengths("ends early")) == 1 and len(set(lengths("ends early"))) > 4
-    assert min(lengths("not before 3")) == 4
-    assert set(lengths("never")) == set(lengths("plain")) == {MAX_RESPONSE}
-
-
 @pytest.mark.parametrize(("dtype", "std"), list(zip(PARITY, (0.02, 0.2, 0.2), strict=True)))
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_invariant_7_logprobs_are_those_of_teacher_forcing(shape, std, dtype):
@@ -224,15 +212,6 @@ def test_tokens_do_not_depend_on_the_batch(shape, seed):
         assert apart == together
     wide, *_ = generate_rows(model, pad(prompts, 30), bits_BG, **options)
     assert rows(wide) == together
-
-
-def test_a_shorter_limit_only_cuts():
-    """A token depends on its own number: with fewer positions the responses are the beginnings of the longer ones."""
-    model, prompts, bits_BG = make_model(), make_prompts(7), draw(7)
-    whole = rows(run(model, prompts, bits_BG, eos_ids=OFTEN)[0])
-    for width in (1, 2, 5):
-        short = rows(run(model, prompts, bits_BG[:, :width], eos_ids=OFTEN)[0])
-        assert short == [row[:width] for row in whole]
 
 
 def test_uninitialised_memory_cannot_leak(monkeypatch):

@@ -127,20 +127,6 @@ def test_one_block_rows_stay_together(ended):
     assert all(new in ended for _, new, _ in copies)
 
 
-def test_tables_are_new_only_when_blocks_come_or_go():
-    """Whoever copies them to a device need not do so in every step."""
-    scheduler = Scheduler(Blocks(12, 4), max_rows=3, prefill_tokens=16)
-    scheduler.waiting.extend(waiting([(0, 3), (1, 5)]))
-    new = []
-    for _ in range(7):
-        scheduler.admit()
-        scheduler.grow()
-        new.append(scheduler.has_new_tables)
-        scheduler.has_new_tables = False
-    # 3 and 5 tokens in blocks of 4: after 1, 5 (the first row) and 3, 7 steps (the second) a block is full
-    assert new == [True, True, False, True, False, True, False], new
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     size=st.integers(2, 24),

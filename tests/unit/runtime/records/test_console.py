@@ -1,7 +1,6 @@
 """The console of a run: its heading and lines, and the last line that machines read."""
 
 import io
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.config import presets
-from rlhf_spmd.runtime.records.console import Console, Result
-from rlhf_spmd.runtime.records.run_folder import RunFolder, Sample
+from rlhf_spmd.runtime.records.console import Console
+from rlhf_spmd.runtime.records.run_folder import Sample
 from rlhf_spmd.runtime.run.metrics import columns_of, metrics_of
-from tests.unit.runtime.records.test_run_folder import METRICS, SAMPLES
+from tests.unit.runtime.records.test_run_folder import METRICS
 
 PAGES = sorted(
     path.stem
@@ -24,58 +23,6 @@ MORE = {  # options with which a page has all of its columns
     "rloo": ["rloo.kl_coef=0.1"],
     "sft": ["mini_batch_tokens=64"],
 }
-
-
-def result(**changes):
-    values = {
-        "strategy": "flattening", "ranks": 4, "iterations": 2, "saved": ("actor",), "wall_s": 7.5,
-        "headlines": {"reward": (-0.5, 0.25), "kl": (0.0, 0.01)}, "gen_tokens_per_s": 1234.5,
-        "parity_max_abs": 1e-6, "iteration_s": 0.5, "forecast_s": 0.4, "scaled_by": 1.2, "run_dir": "runs/a",
-    }  # fmt: skip
-    return Result(**values | changes)
-
-
-def test_console_of_rank_0(tmp_path):
-    stream = io.StringIO()
-    console = Console(METRICS, ["reward", "kl", "gen_tokens_per_s"], stream=stream)
-    folder = RunFolder(tmp_path)
-    folder.notes.append("no picture")
-    console.heading("rlhf_spmd", {"actor": "tiny", "prompts": 512})
-    console.iteration(1, 10, {"reward": -0.5, "kl": 0.001, "gen_tokens_per_s": 12345.6})
-    console.iteration(10, 10, {"reward": 0.25, "gen_tokens_per_s": 1.0, "unknown": 3})
-    console.samples(SAMPLES, 3)
-    console.closing(result(), folder)
-    text = stream.getvalue()
-    assert "\x1b" not in text
-    lines = text.splitlines()
-    assert lines[1:3] == ["  actor    tiny", "  prompts  512"]
-    heading, first, last = lines[3:6]
-    assert heading.split() == ["iteration", "reward", "kl", "gen", "tok/s", "left"]
-    assert first.split() == ["1/10", "-0.5000", "0.0010", "12,346", "0", "s"]
-    assert last.split() == ["10/10", "+0.2500", "-", "1", "0", "s"]
-    assert len(heading) == len(first) == len(last)
-    for expected in (
-        "The film was",
-        "note: no picture",
-        "timeline.png",
-        f"\nNext: python -m rlhf_spmd report {tmp_path}",
-        "(forecast: 0.4 s), 7.5 s in all\n",
-        f"  trained actor  {tmp_path / 'actor'} (a Hugging Face folder)",
-        "  reward         -0.5000 -> +0.2500\n",
-        "  kl             0.0000 -> 0.0100 nats per response\n",
-    ):
-        assert expected in text
-    machine = json.loads(lines[-1])
-    assert list(machine) == [
-        "strategy", "ranks", "iterations", "gen_tokens_per_s", "parity_max_abs", "iteration_s", "forecast_s",
-        "scaled_by", "wall_s", "run_dir", "reward_timeouts", "saved", "reward_first", "reward_last",
-        "kl_first", "kl_last",
-    ]  # fmt: skip
-    assert (machine["reward_first"], machine["reward_last"], machine["kl_last"]) == (-0.5, 0.25, 0.01)
-    assert machine["saved"] == ["actor"]
-    Console(METRICS, stream=stream).closing(result(saved=(), forecast_s=None), RunFolder(tmp_path))
-    later = stream.getvalue().removeprefix(text)
-    assert "Hugging Face" not in later and "0.5 s per iteration, 7.5 s in all" in later
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -111,9 +58,3 @@ def test_samples_from_the_largest_gain_to_the_largest_loss(num, shown):
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines if line.startswith("sample ")] == shown
     assert "5 prompts: mean +1.000 -> +1.200; below from the largest gain to the largest loss" in lines
-
-
-def test_samples_without_scores_are_the_first():
-    stream = io.StringIO()
-    Console(METRICS, stream=stream).samples([Sample(index, "say", "bo", None) for index in range(4)], 2)
-    assert [line for line in stream.getvalue().splitlines() if line.startswith("sample ")] == ["sample 0", "sample 3"]

@@ -14,7 +14,6 @@ from rlhf_spmd.__main__ import main
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import resolved
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.checkpoint.resume import read_run
 from rlhf_spmd.runtime.failure.records import Record
 from rlhf_spmd.runtime.records.run_folder import RunFolder
 from tests.run_mpi import environment_alone
@@ -231,40 +230,6 @@ def test_rows_are_checked_before_a_resume_trains(tmp_path):
 
 
 # Rights, pipes, paths
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize("locked", [".", "config.json", "metrics.jsonl", "flight", "rollouts", "checkpoints"])
-def test_what_may_not_be_read_is_named(locked, run, capsys):
-    """As another user, in a child: main() and its status."""
-    os.chmod(run / locked, 0)
-    for path in (run, *run.parents):
-        if path != run or locked != ".":
-            os.chmod(path, path.stat().st_mode | 0o055) if path.is_relative_to("/tmp") and path != Path(
-                "/tmp"
-            ) else None
-    out = run.parent / "out"
-    out.mkdir(mode=0o777)
-    os.chmod(out, 0o777)
-    statuses = {}
-    for verb in (*READING, "resume"):
-        line = [str(out / "page.html") if "page.html" in word else word for word in words(verb, run)]
-        child = os.fork()
-        if not child:
-            os.setresgid(65534, 65534, 65534)
-            os.setresuid(65534, 65534, 65534)
-            try:
-                status = main(line) if verb != "resume" else bool(read_run(str(run), [], other_strategy=False))
-            except BaseException as error:
-                is_told = isinstance(error, UserError | PermissionError) and "Permission denied" in str(error)
-                status = 2 if verb == "resume" and is_told else 77
-            os._exit(status)
-        statuses[verb] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    reads = {"config.json": {"report", "status"}, "metrics.jsonl": {"report", "status"}, "rollouts": {"rollouts"}}
-    reads |= {"flight": {"status", "postmortem"}, "checkpoints": {"status", "postmortem", "resume"}}
-    wanted = reads.get(locked, {*READING, "resume"})
-    assert {verb for verb, status in statuses.items() if status == 2} >= wanted
-    assert all(status in (0, 2) for verb, status in statuses.items() if verb != "resume"), statuses
 
 
 @pytest.mark.parametrize("name", FILES[:4] + FILES[5:7] + ("flight/rank-0000.bin", "flight/failure.txt"))

@@ -59,8 +59,3 @@ def test_every_value_comes_back(form, tmp_path):
 
             schemas.add(str(parquet.read_schema(path)))
     assert len(schemas) == (form == "parquet")
-
-
-def test_names_that_are_taken():
-    assert other_names(["a", "b"], ["c"]) == {}
-    assert other_names(["response", "data.response"], ["response"]) == {"response": "data.data.response"}

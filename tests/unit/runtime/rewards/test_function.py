@@ -152,11 +152,3 @@ def test_what_a_function_raises_is_told_with_the_line_and_the_rows(tmp_path):
     reward = load_reward_function(f"{path}:reward")
     words = ["KeyError: 'zzz'", "mine.py, line 4", 'return {"x": 1.0', "a batch of 3 responses"]
     refusal(lambda: reward(PROMPTS, RESPONSES), f"reward function {path}:reward raised", *words)
-
-
-def test_the_line_is_the_users_even_if_a_library_raised(tmp_path):
-    path = write(
-        tmp_path, "import json\ndef reward(prompts, responses):\n    return [json.loads(text) for text in responses]\n"
-    )
-    reward = load_reward_function(f"{path}:reward")
-    refusal(lambda: reward(PROMPTS, ["1", "{", "2"]), "JSONDecodeError", "mine.py, line 3: return")

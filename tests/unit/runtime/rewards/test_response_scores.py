@@ -39,18 +39,6 @@ def score(tmp_path):
     return score
 
 
-def test_a_model_of_another_tokenizer_scores_the_same_words(score, tmp_path):
-    by_tokens_B = score()
-    assert by_tokens_B.std() > 0.05
-    file = tmp_path / "reward" / "tokenizer.json"
-    backend = load_tokenizer(tmp_path / "reward")._encode
-    assert backend("da de", False) == load_tokenizer(tmp_path / "actor").encode("da de", special=False)
-    file.write_text(
-        _with_a_beginning(file.read_text(encoding="utf-8")), encoding="utf-8"
-    )  # another file; it puts <s> before a text, as the prompts have it
-    torch.testing.assert_close(score(), by_tokens_B, atol=1e-6, rtol=0)
-
-
 def test_a_run_gives_text_with_the_end_where_responses_ended(tmp_path):
     """A whole run: the tokens that the reward model reads are those of the words, as the heading says."""
     overrides = write_all(tmp_path, eos_token_ids=(1, 5))
@@ -71,11 +59,6 @@ def test_a_run_gives_text_with_the_end_where_responses_ended(tmp_path):
         words = tokens[:-1] if tokens[-1] == 1 else tokens  # the other end is a word
         wanted.add((0, *(token for token in words if token > 2), *[1] * has_ended))
     assert wanted == set(map(tuple, read)) and len({row[-1] == 1 for row in wanted}) == 2
-
-
-def test_the_same_tokenizer_gets_tokens(tmp_path):
-    config = load(write_all(tmp_path))
-    assert Scorer(config, "reward", load_tokenizer(config.main_folder)).texts is None
 
 
 def _with_a_beginning(text: str) -> str:

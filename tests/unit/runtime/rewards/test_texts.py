@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.model.hf import read_config
-from rlhf_spmd.runtime.rewards.texts import RewardTexts, conversation_of
+from rlhf_spmd.runtime.rewards.texts import RewardTexts
 from tests.unit.embedded.test_embedded import REWARD
 from tests.unit.model.texts.test_tokenizer_files import LISTED, copy, special
 
@@ -68,11 +68,3 @@ def test_a_template_in_a_file_of_its_own_counts(tmp_path):
     folder = copy(tmp_path / "m", REWARD)
     (folder / "chat_template.jinja").write_text(json.dumps("x"), encoding="utf-8")
     assert texts_of(folder).template is not None
-
-
-def test_conversations_are_found_as_prompts_are():
-    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    asked = [{"role": "user", "content": "q"}]
-    assert conversation_of({"prompt": None, "conversations": turns}, "prompt") == asked
-    assert conversation_of({"prompt": "text", "messages": turns}, "prompt") is None
-    assert conversation_of({"messages": turns}, "question") is None

@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from rlhf_spmd.config import presets
-from rlhf_spmd.config.options import Config, make_workload
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.cost.memory import static_bytes
 from rlhf_spmd.plan.program.evaluation import precompute_program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.data.precomputed import has_all_parts
@@ -94,26 +93,6 @@ def test_there_is_a_number_for_every_token_of_the_set(folder, tmp_path):
             row = values[key][starts[index] : starts[index + 1]]
             in_loop = run.data.store[key][place][: len(row)].numpy()
             np.testing.assert_allclose(row, in_loop, rtol=1e-6, atol=1e-6)
-
-
-def test_batches_that_are_there_are_not_computed_again(folder, tmp_path):
-    parts = write(config_of(folder), tmp_path)
-    first, second, third = sorted(parts.iterdir())
-    second.unlink()
-    save_file({key: np.zeros_like(values) for key, values in load_file(first).items()}, first)
-    write(config_of(folder), tmp_path)
-    assert not any(load_file(first)[key].any() for key in KEYS) and all(load_file(second)[key].all() for key in KEYS)
-    assert third.is_file() and len(list(parts.iterdir())) == 3
-
-
-def test_without_the_reference_less_memory_is_needed(folder):
-    with_it = make_workload(config_of(folder))
-    without = make_workload(config_of(folder, "data.precompute=true"))
-    assert set(with_it.models) - set(without.models) == {"reference"}
-    assert [call.name for call in without.workflow.calls] == ["actor_train"]
-    of_loop, of_file = (compiled(config_of(folder, *words)) for words in ((), ("data.precompute=true",)))
-    num_bytes = 4 * with_it.models["reference"].num_params
-    assert sum(static_bytes(of_loop, 0).values()) - sum(static_bytes(of_file, 0).values()) == num_bytes
 
 
 @pytest.mark.parametrize(

@@ -217,27 +217,6 @@ def test_compiled_kernels_stay_on_the_node(tmp_path, monkeypatch):
     assert environ == {}
 
 
-def test_a_process_sleeps_while_it_waits_for_its_device(monkeypatch):
-    """By the driver's library, before torch starts CUDA; without one nothing changes."""
-    told = []
-
-    class Driver:
-        def __getattr__(self, name):
-            return lambda *arguments: told.append((name, arguments[-1])) or 0
-
-    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: Driver())
-    assert devices.sleep_while_waiting(3)
-    names = [name for name, _ in told]
-    assert names == ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxSetFlags_v2"]
-    assert told[1][1] == 3 and told[2][1].value == 4
-
-    def missing(name):
-        raise OSError(name)
-
-    monkeypatch.setattr(devices.ctypes, "CDLL", missing)
-    assert not devices.sleep_while_waiting(3)
-
-
 @pytest.mark.parametrize(
     ("environ", "files", "expected"),
     [
