@@ -122,31 +122,10 @@ def test_the_concurrent_mode_exchanges_once_before_and_once_after(layout, replay
         assert order[3] < where(two, rank, "Run estimate_advantages")
 
 
-def test_ratios_give_a_model_its_share():
-    program = program_of("interleaving1", "1x8", ratios=("reference=1/4", "critic=1/4", "reward=1/2"))
-    assert [len(ranks_of(program, f"{model}_infer")) for model in ("reference", "reward", "critic")] == [2, 4, 2]
-    assert check(program) == []
-    everywhere = program_of("interleaving2", "1x4", ratios=("reference=1", "reward=1"))
-    assert everywhere.transfers == () and check(everywhere) == []
-
-
 # ---- separation ----------------------------------------------------------------------------------------------------
 
 SEPARATIONS = [(layout, in_flight) for layout in LAYOUTS for in_flight in (1, 2, 3)]
 separations = pytest.mark.parametrize(("layout", "in_flight"), SEPARATIONS)
-
-
-@separations
-def test_trainers_start_on_what_is_there(layout, in_flight):
-    """A trainer waits for no mini-batch later than the one that it is about to train on."""
-    program = program_of("separation", layout, in_flight=in_flight, chain=False)
-    for rank in ranks_of(program, "actor_train"):
-        steps = program.instructions[rank]
-        for model in ("actor", "critic"):
-            for mini_batch in range(NUM):
-                at = where(program, rank, f"Run {model}_train epoch 0 mini-batch {mini_batch} ".rstrip())
-                waited = [program.transfers[s.transfer].mini_batch for s in steps[:at] if isinstance(s, Wait)]
-                assert set(waited) == set(range(mini_batch + 1))
 
 
 @separations
@@ -208,34 +187,6 @@ def test_the_actor_s_weights_leave_while_the_critic_still_trains(layout, epochs)
         first = 2 if epochs == 1 else 0  # streamed mini-batches are trained on by both models in turn
         assert post < where(program, rank, f"Run critic_train epoch {epochs - 1} mini-batch {first}")
         assert post < program.instructions[rank].index(Wait(number["actor"]))
-
-
-@pytest.mark.parametrize(
-    ("layout", "num", "sizes"),
-    [
-        ("1x2", None, None),
-        ("1x4", None, None),
-        ("1x5", None, None),
-        ("1x8", 3, None),
-        ("1x8", None, [1, 1, 1, 1]),
-        ("1x8", 6, [3, 1, 1, 1]),
-        ("2x8", None, [5, 1, 1, 1]),
-        ("2x8", 12, [6, 2, 2, 2]),
-    ],
-)
-def test_four_generation_ranks_give_each_role_its_own_and_fewer_share(layout, num, sizes):
-    """The last ranks generate and infer, the others train; sizes: of actor, critic, reference and reward there."""
-    program = program_of("separation", layout, generation_ranks=num)
-    everyone = program.cluster.ranks
-    generation = everyone[-(num or len(everyone) // 2) :]
-    for model in ("actor", "critic"):
-        assert ranks_of(program, f"{model}_train") == everyone[: len(everyone) - len(generation)]
-    roles = ["actor_generate", "critic_infer", "reference_infer", "reward_infer"]
-    if sizes is None:
-        assert all(ranks_of(program, call) == generation for call in roles)
-    else:
-        assert [len(ranks_of(program, call)) for call in roles] == sizes
-        assert sorted(rank for call in roles for rank in ranks_of(program, call)) == list(generation)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,7 +13,6 @@ from tests.programs import (
     everywhere,
     halves,
     make_workload,
-    place_calls,
     place_models,
     separation,
     warnings,
@@ -49,15 +48,6 @@ def test_a_run_dropped_on_one_rank(call):
     assert_refused(broken, 1, "never executes", f"Run {call}")
     if "train" in call:
         assert_refused(broken, 0, f"Run {call}", "waits for ever for ranks 1")
-
-
-def test_a_run_dropped_where_nobody_waits_for_it():
-    """A model that trains on one rank enters no group, and nothing reads what it makes: only counting helps."""
-    program = place_models(make_workload(), 2, critic=(0,))
-    at = where(program, 0, "Run critic_train epoch 0 mini-batch 1")
-    assert program.instructions[0][at].group is None
-    broken = edited(program, 0, lambda s: s.pop(at))
-    assert_refused(broken, 0, "never executes Run critic_train epoch 0 mini-batch 1")
 
 
 @pytest.mark.parametrize("call", ["actor_train", "critic_infer", "estimate_advantages"])
@@ -124,13 +114,6 @@ def test_an_instruction_that_makes_no_sense_on_the_rank(step, words):
     assert_refused(broken, 1, *words, position=3)
 
 
-def test_agreement_dropped_on_one_rank():
-    program = halves()
-    broken = edited(program, 2, lambda s: s.pop())
-    at = len(program.instructions[0]) - 1
-    assert_refused(broken, 0, "Agree on metrics", "ranks 2;", "rank 2 has ended its list", position=at)
-
-
 @pytest.mark.parametrize("twice", [False, True])
 def test_agreement_that_does_not_come_once_and_last(twice):
     program = halves()
@@ -156,48 +139,10 @@ def test_a_wait_dropped():
     assert_refused(broken, 3, "posts transfer 1 but never waits for it")
 
 
-def test_a_wait_before_its_post():
-    program = halves()
-
-    def hurry(steps):
-        post, wait = steps.index(Post(1)), steps.index(Wait(1))
-        steps.insert(post, steps.pop(wait))
-
-    broken = edited(program, 2, hurry)
-    assert_refused(broken, 2, "Wait transfer 1 comes before its Post", position=where(program, 2, "Post transfer 1"))
-
-
 @pytest.mark.parametrize("step", [Post(1), Wait(1)])
 def test_a_transfer_used_twice(step):
     broken = edited(halves(), 2, lambda s: s.insert(s.index(step), step))
     assert_refused(broken, 2, f"{step} appears twice", position=broken.instructions[2].index(step) + 1)
-
-
-def test_the_posts_of_two_transfers_in_opposite_orders_at_the_two_ends():
-    """Ranks 1 and 2 exchange both kinds of responses; a backend without tags would mix them up."""
-    program = halves()
-
-    def swap(steps):
-        one, other = steps.index(Post(0)), steps.index(Post(1))
-        steps[one], steps[other] = steps[other], steps[one]
-
-    broken = edited(program, 2, swap)
-    assert_refused(broken, 1, "Wait transfer 0 waits for ever for ranks 2")
-    assert_refused(broken, 2, "Wait transfer 1 waits for ever for ranks 1")
-
-
-def test_two_waits_swapped_so_that_two_ranks_wait_for_each_other():
-    """Two transfers between two ranks; each rank posts the other's transfer only after its own wait."""
-    program = place_calls(make_workload(), "1x2", reference_infer=(1,), reward_infer=(0,))
-    there, back = program.transfers[0].peers(0), program.transfers[1].peers(1)
-    assert there == {1} and back == {0}
-    orders = [[Post(0), Wait(0), Post(1), Wait(1)], [Post(1), Wait(1), Post(0), Wait(0)]]
-    others = [
-        [s for s in steps if not (isinstance(s, Post | Wait) and s.transfer < 2)] for steps in program.instructions
-    ]
-    broken = replace(program, instructions=tuple(tuple(a[:1] + o + a[1:]) for a, o in zip(others, orders, strict=True)))
-    assert_refused(broken, 0, "Wait transfer 0 waits for ever for ranks 1", "stands at instruction 2", position=2)
-    assert_refused(broken, 1, "Wait transfer 1 waits for ever for ranks 0", "stands at instruction 2", position=2)
 
 
 # ---- data and weights ----------------------------------------------------------------------------------------------
@@ -214,14 +159,6 @@ def test_a_run_before_the_wait_that_brings_its_data():
     broken = edited(program, 3, hurry)
     at = where(broken, 3, "Run reward_infer")
     assert_refused(broken, 3, "Run reward_infer reads responses of columns 2", "not here", position=at)
-
-
-def test_a_run_whose_data_nobody_sends():
-    program = halves()
-    kept = [message for message in program.transfers[1].messages if message.destination != 3]
-    transfers = (program.transfers[0], replace(program.transfers[1], messages=tuple(kept)), *program.transfers[2:])
-    broken = edited(replace(program, transfers=transfers), 3, lambda s: [s.remove(Post(1)), s.remove(Wait(1))])
-    assert_refused(broken, 3, "Run reward_infer reads responses of columns 2")
 
 
 def test_a_sender_that_posts_before_the_run_that_makes_its_data():

@@ -175,19 +175,19 @@ def test_two_iterations_are_not_enough_for_two_models():
 def test_more_iterations_hang_only_if_enough_do():
     """Lists without a plan, of up to four models."""
     rng, first = random.Random(1), Counter()
-    for _ in range(500):
+    for _ in range(300):
         program = jumbled_chain(rng)
         verdicts = [bool(hangs(program, num)) for num in range(1, enough(program) + 3)]
         assert verdicts == sorted(verdicts)
         assert verdicts[-1] == verdicts[enough(program) - 1], program.instructions
         first[verdicts.index(True) + 1 if any(verdicts) else 0] += 1
-    assert min(first[num] for num in (0, 1, 2)) > 20, first
+    assert min(first[num] for num in (0, 1, 2)) > 12, first
 
 
 def test_compiled_chains_end_and_damaged_ones_are_refused_by_enough_iterations():
     """Random workflows and placements, on CPUs and GPUs: what is sound without a chain is so with one."""
     rng, counts = random.Random(2), Counter()
-    while counts["sound"] < 150:
+    while counts["sound"] < 90:
         plan = rng.choice([random_chain_plan, random_chain_plan, random_plan, random_split_plan])
         workload, placement, cluster = plan(rng.choice)
         placement = replace(placement, chain=True)
@@ -211,4 +211,4 @@ def test_compiled_chains_end_and_damaged_ones_are_refused_by_enough_iterations()
         for num in () if refused else (1, 3, 5):
             assert not hangs(damaged, num)
             assert not standing(unrolled(damaged, num), rng)
-    assert counts["delayed"] > 60 and counts["refused"] > 30, counts
+    assert counts["delayed"] > 36 and counts["refused"] > 18, counts

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
+from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run
 from rlhf_spmd.plan.proof.check import check
 from tests.programs import assert_refused, edited, errors, make_workload, place_models, where, with_list
 
@@ -28,25 +28,11 @@ def transfer_of(program: Program, key: str, mini_batch: int) -> int:
     return next(number for number, t in numbered if key in t.keys and t.mini_batch == mini_batch)
 
 
-def moved(program: Program, rank: int, step, to: int) -> Program:
-    """Returns the program with an instruction of one rank at another place, earlier or later."""
-    return edited(program, rank, lambda steps: steps.insert(to, steps.pop(steps.index(step))))
-
-
 def test_the_programs_that_are_broken_below_are_sound():
     assert check(streaming()) == check(streaming(in_flight=1)) == check(interleaving()) == []
 
 
 # ---- senders and trainers ------------------------------------------------------------------------------------------
-
-
-def test_a_mini_batch_that_is_sent_before_it_is_generated():
-    program = streaming()
-    number = transfer_of(program, "responses", 1)
-    at = where(program, GENERATOR, "Run actor_generate epoch 0 mini-batch 1")
-    broken = moved(program, GENERATOR, Post(number), at)
-    words = (f"Post transfer {number} sends responses, logprobs to rank 0 before it is here",)
-    assert_refused(broken, GENERATOR, *words, position=at)
 
 
 def test_the_right_key_of_the_wrong_mini_batch_is_not_enough():
@@ -67,50 +53,6 @@ def test_the_right_key_of_the_wrong_mini_batch_is_not_enough():
     assert_refused(broken, TRAINER, "reads scores of columns 0-3", position=at)
 
 
-@pytest.mark.parametrize("model", ["actor", "critic"])
-def test_a_trainer_that_runs_ahead_of_its_wait(model):
-    program = streaming()
-    number = transfer_of(program, "responses", 1)
-    at = program.instructions[TRAINER].index(Wait(number))
-    run = program.instructions[TRAINER][where(program, TRAINER, f"Run {model}_train epoch 0 mini-batch 1")]
-    broken = moved(program, TRAINER, run, at)
-    text = f"Run {model}_train epoch 0 mini-batch 1 reads responses of columns 0-3"
-    assert_refused(broken, TRAINER, text, position=at)
-
-
-def test_an_epoch_that_begins_before_all_mini_batches_are_through():
-    """Later epochs mix the mini-batches of a column."""
-    program = streaming()
-    at = where(program, TRAINER, "Run actor_train epoch 0 mini-batch 2")
-    run = program.instructions[TRAINER][where(program, TRAINER, "Run actor_train epoch 1 mini-batch 0")]
-    broken = moved(program, TRAINER, run, at)
-    words = ("Run actor_train epoch 0 mini-batch 2", "comes after epoch 1 mini-batch 0")
-    assert_refused(broken, TRAINER, *words, position=at + 1)
-
-
-def test_a_sender_that_waits_for_a_mini_batch_that_the_trainer_opens_later():
-    """With one mini-batch in flight the trainer opens the second one only when it has trained on the first one."""
-    program = streaming(in_flight=1)
-    first, second = (transfer_of(program, "responses", mini_batch) for mini_batch in (0, 1))
-    at = where(program, GENERATOR, "Run reference_infer epoch 0 mini-batch 0")
-    broken = edited(program, GENERATOR, lambda steps: steps.insert(at, steps.pop(steps.index(Wait(first)))))
-    assert errors(broken) == []  # earlier than needed, but the trainer has opened it
-    steps = [step for step in program.instructions[GENERATOR] if step not in (Post(second), Wait(second))]
-    generate = steps.pop(where(program, GENERATOR, "Run actor_generate epoch 0 mini-batch 1"))
-    broken = with_list(program, GENERATOR, [*steps[:at], generate, Post(second), Wait(second), *steps[at:]])
-    place = at + 2
-    assert_refused(broken, GENERATOR, f"Wait transfer {second} waits for ever for ranks 0", position=place)
-
-
-def test_weights_that_arrive_before_the_last_mini_batch_is_generated():
-    program = streaming()
-    weights = next(number for number, transfer in enumerate(program.transfers) if transfer.model == "actor")
-    at = where(program, GENERATOR, "Run actor_generate epoch 0 mini-batch 2")
-    broken = moved(program, GENERATOR, Post(weights), at)
-    words = (f"Post transfer {weights} writes into a copy of actor", "Run actor_generate epoch 0 mini-batch 2")
-    assert_refused(broken, GENERATOR, *words, position=at)
-
-
 # ---- parts ---------------------------------------------------------------------------------------------------------
 
 
@@ -126,35 +68,6 @@ def test_a_run_with_columns_left_out():
         assert_refused(broken, GENERATOR, text, position=reader)
         post = program.instructions[GENERATOR].index(Post(number))
         assert_refused(broken, GENERATOR, f"Post transfer {number} sends responses", position=post)
-
-
-@pytest.mark.parametrize("part", [0, 1])
-def test_one_of_the_parts_left_out(part):
-    program = interleaving()
-    for rank in program.cluster.ranks:
-        call = "reference_infer" if rank < 2 else "reward_infer"
-        numbered = enumerate(program.instructions[rank])
-        places = [index for index, step in numbered if isinstance(step, Run) and step.call == call]
-        assert len(places) == 2
-        broken = edited(program, rank, lambda steps, i=places[part]: steps.pop(i))
-        assert_refused(broken, rank, f"never executes Run {call}")
-        if part == 0:  # its own rows, which its estimate of advantages reads
-            key = "ref_logprobs" if rank < 2 else "scores"
-            at = where(broken, rank, "Run estimate_advantages")
-            assert_refused(broken, rank, f"reads {key} of columns", position=at)
-
-
-def test_the_part_that_others_send_before_it_has_arrived():
-    program = interleaving()
-    steps = program.instructions[3]
-    first = where(program, 3, "Run reward_infer columns")
-    late = next(
-        i for i, step in enumerate(steps) if i > first and isinstance(step, Run) and step.call == "reward_infer"
-    )
-    wait = next(i for i, step in enumerate(steps) if isinstance(step, Wait) and i > first)
-    assert wait < late
-    broken = moved(program, 3, steps[late], wait)
-    assert_refused(broken, 3, f"{steps[late]} reads responses", position=wait)
 
 
 def test_parts_that_overlap():

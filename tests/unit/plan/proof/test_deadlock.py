@@ -161,11 +161,11 @@ def jumble(rng: random.Random) -> Program:
 
 @pytest.mark.parametrize("make", [lambda rng: random_program(rng.choice), jumble], ids=["compiled", "jumble"])
 def test_the_proof_agrees_with_brute_force(make):
-    """Which ranks are left standing, and where, for 400 programs and changed programs; and check's word is good, also
+    """Which ranks are left standing, and where, for 200 programs and changed programs; and check's word is good, also
     where transfers need not keep the order of their posts."""
     rng = random.Random(1)
     hanging = calm = 0
-    for number in range(400):
+    for number in range(200):
         program = make(rng)
         if number % 4:
             program = mutated(program, rng)
@@ -176,4 +176,4 @@ def test_the_proof_agrees_with_brute_force(make):
             assert not standing(program, rng, in_order=False)
         if make is not jumble and not has_errors(program):
             assert not left
-    assert min(hanging, calm) > 60, (hanging, calm)
+    assert min(hanging, calm) > 30, (hanging, calm)

@@ -71,8 +71,7 @@ def test_shipped_strategies_pass_and_end(size):
     rng = random.Random(size)
     for name, program in shipped(size):
         assert not errors(program), name
-        for _ in range(3):
-            assert not standing(program, rng), name
+        assert not standing(program, rng), name
 
 
 def without(steps: list, place: int) -> list:
@@ -144,8 +143,8 @@ def reordered(program: Program, rng: random.Random) -> Program:
 
 
 def test_what_check_passes_ends():
-    counts = found_in(60, 3, seed=1)
-    assert counts["passed with stages"] > 15 and counts["refused"] > 5, counts
+    counts = found_in(40, 3, seed=1)
+    assert counts["passed with stages"] > 10 and counts["refused"] > 3, counts
 
 
 @pytest.mark.slow
