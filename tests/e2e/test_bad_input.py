@@ -1,6 +1,6 @@
 """What a user gets wrong: one clear message from one rank that names culprit and mend, a non-zero exit of the whole
 job within ten seconds, and no traceback. One case of each kind runs on two ranks; the others start the program as one
-rank, or as `check` where the message depends on the number of ranks. All are forks (tests/warm.py) but those of
+rank, or as `check` where the message depends on the number of ranks, and are slow tests. All are forks (tests/warm.py) but those of
 STARTED."""
 
 import json
@@ -222,7 +222,9 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if case.kind else pytest.mark.slow) for name, case in CASES.items()]
+)
 def test_one_message(name, folder, warm, tmp_path):
     case = CASES[name]
     for file, text in case.files.items():

@@ -114,6 +114,7 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 
 
 ON_TWO_RANKS = ("a changed byte", "other shapes", "metrics lost")  # found by one, by several, in the run folder
+QUICK = (*ON_TWO_RANKS, "no safetensors", "no controller", "no strategy")  # one of each kind
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,9 @@ def finished(warm, tmp_path_factory) -> Path:
     return folder / "finished"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_one_message_and_nothing_changed(name, finished, warm, tmp_path):
     spoil, says = CASES[name]
     run = Path(shutil.copytree(finished, tmp_path / "run"))

@@ -69,7 +69,7 @@ def test_a_page_is_resumed_from_its_run_folder(options, tmp_path):
     assert weights(whole) == weights(half)
 
 
-@pytest.mark.parametrize("page", [pytest.param(one, marks=[pytest.mark.slow] * (one == "pairs")) for one in SIZES])
+@pytest.mark.parametrize("page", [pytest.param(one, marks=[pytest.mark.slow] * (one != "group")) for one in SIZES])
 def test_check_and_plan_know_a_page(page, options, warm):
     """Every strategy places it or says why not, and the planner finds a plan that check accepts."""
     judge = [f"models.judge={Path(options[-1]).parent / 'judge'}"] if page == "group" else []

@@ -344,7 +344,7 @@ def test_lower_precision_stays_near(team, library, dtype):
         check_gradients(team, exact, mine, {"rtol": 1e-3, "atol": 1e-3})
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["biases", "window"])
 def test_rows_without_gradient(team, name):
     """Padded rows, as prefill reads them, give every tp rank the whole hidden states."""
     fits(team, name)
