@@ -1,7 +1,7 @@
 """What a user gets wrong: one clear message from one rank that names culprit and mend, a non-zero exit of the whole
 job within ten seconds, and no traceback. One case of each kind runs on two ranks; the others start the program as one
-rank, or as `check` where the message depends on the number of ranks, and are slow tests. All are forks (tests/warm.py) but those of
-STARTED."""
+rank, or as `check` where the message depends on the number of ranks, and are slow tests. All are forks (tests/warm.py)
+but those of STARTED."""
 
 import json
 import resource

@@ -31,18 +31,6 @@ def train(cache: Path, *words) -> None:
     assert status == 0, stderr
 
 
-@pytest.mark.slow
-def test_two_starts_of_a_command(tmp_path, cache):
-    words = [*write_all(tmp_path, **SIZES), "products=auto", "iterations=2", "num_samples=0"]
-    runs = [tmp_path / name for name in ("first", "second")]
-    for run in runs:
-        train(cache, *words, "--runs", tmp_path, "--name", run.name)
-    assert outcome(runs[0]) == outcome(runs[1])
-    tables = [json.loads((run / "program.json").read_text(encoding="utf-8"))["products"] for run in runs]
-    (kept,) = cache.iterdir()
-    assert tables[0] == tables[1] == json.loads(kept.read_text(encoding="utf-8"))
-
-
 # ---- each library ----------------------------------------------------------------------------------------------------
 
 PLACEMENTS = (

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_spmd.__main__ import main
 from tests import warm
 from tests.folders import WORDS, write_model
 from tests.page_runs import REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
@@ -102,18 +101,6 @@ def test_epochs_with_a_budget_and_logprobs_of_the_start(folder, tmp_path):
     resume(part, 1, "data.epochs=2")
     assert timeless(part) == timeless(whole) and weights(part) == weights(whole)
     assert_same(trained([*words, "data.epochs=2"], 3, tmp_path / "loop"), whole, "in the loop")
-
-
-def test_every_stage_runs_on_the_files_of_the_package(tmp_path):
-    """Without naming model or rows, and one page of all of them."""
-    short = ["iterations=1", "rollout_batch=8", "mini_batch=4", "eval.num_prompts=8", "num_samples=1"]
-    runs = [trained(["--algorithm", name, *short], 1, tmp_path / name) for name in ("sft", "reward_model", "dpo")]
-    for run in runs:
-        first, last = evaluations(run)
-        assert (first["iteration"], last["iteration"]) == (0, 1) and first["loss"] != last["loss"]
-    assert main(["report", *map(str, runs), "--out", str(tmp_path / "page.html")]) == 0
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert page.count("by flattening</h2>") == 3 and page.count("<svg") > 15 and "answers_held_out.jsonl" in page
 
 
 def _check_scores(folder: Path, expected: dict, data: Path) -> None:

@@ -20,7 +20,6 @@ from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.cost.memory import packed_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.runtime.generation.rollout import Rollout
 
 SHAPES = ((576, 192), (320, 256), (33, 100), (7, 3))  # [O, I], also of uneven slices
 CASES = [(name, dtype) for name, one in LIBRARIES.items() for dtype in DTYPES if one.exists(DTYPES[dtype])]
@@ -116,24 +115,6 @@ def test_every_weight_of_a_model_learns(name, dtype):
         assert all(one.grad is not None and one.grad.abs().max() > 0 for one in model.parameters())
         found.append([logprobs_BG, *(one.grad for one in model.parameters())])
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [dtype for name, dtype in CASES if name == "onednn"])
-def test_generation_packs_and_draws_the_same_bits(dtype):
-    """With packed weights as with plain ones; and the logprobs are close to those of the training pass."""
-    prompts_MBP, bits_MBG = torch.arange(1, 13).view(1, 3, 4), torch.arange(30).view(1, 3, 10) * 7919 % 2**31 << 21
-    model, found = small(DTYPES[dtype]).requires_grad_(False), []
-    for choice in (Choice("onednn", pack_s=1.0), Choice("onednn", pack_s=0.0)):
-        use({dtype: choice})
-        rollout = Rollout(model, prompts_MBP, bits_MBG, temperature=1.0, max_sequences=2)
-        packs = rollout.engine._copies
-        assert (packs.head_VD is None) == (len(packs.forwards) == 0) == (choice.pack_s > 0)
-        found.append(rollout.of(slice(0, 1))[:2])
-    (responses, logprobs), (others, of_others) = found
-    assert torch.equal(responses, others) and torch.equal(logprobs, of_others)
-    batch = Sequences.join(prompts_MBP[0], responses)
-    again = of_responses(model, batch)
-    assert (again - logprobs).abs().max() < (1e-5 if dtype == "float32" else 0.1)
 
 
 def test_what_cannot_be_had_does_not_exist(monkeypatch):

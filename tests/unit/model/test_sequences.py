@@ -1,6 +1,5 @@
 """Packed batches against one sequence at a time: where tokens go, and which hidden state belongs to which."""
 
-import itertools
 import math
 
 import numpy as np
@@ -88,25 +87,6 @@ def test_response_logprobs(temperature, least):
         assert not found_G[len(response) :].any() and not entropy_G[len(response) :].any()
 
 
-def test_response_logprobs_within_sampling_supports():
-    """The softmax over the stored set alone; -1 pads a set, and a set may hold a single token."""
-    model, pairs = make_model("lm"), make_pairs()
-    rng = np.random.default_rng(1)
-    sets = [[[token, *rng.choice(VOCAB, t, replace=False)] for t, token in enumerate(r)] for _, r in pairs]
-    support_BGK = torch.full((len(pairs), MAX_RESPONSE, MAX_RESPONSE + 1), -1, dtype=torch.int32)
-    for b, t in itertools.product(range(len(pairs)), range(MAX_RESPONSE)):
-        if t < len(sets[b]):
-            sets[b][t] = list(dict.fromkeys(map(int, sets[b][t])))
-            support_BGK[b, t, : len(sets[b][t])] = torch.tensor(sets[b][t])
-    found_BG = logprobs(model, join(pairs), support_BGK, temperature=0.8, eos_ids=(EOS,), min_new_tokens=0)
-    for b, (prompt, response) in enumerate(pairs):
-        logits_TV = model.logits(hidden(model, prompt + response)) / 0.8
-        for t in range(len(response)):
-            row_K = logits_TV[len(prompt) + t - 1][sets[b][t]]
-            torch.testing.assert_close(found_BG[b, t], row_K.log_softmax(0)[0], **CLOSE)
-        assert not found_BG[b, len(response) :].any()
-
-
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_row_without_response_has_no_gradient(kept):
     """What a rank without data passes (Calls._micro_batches): loss 0 and gradients that are 0, not NaN nor missing."""
@@ -120,28 +100,6 @@ def test_a_row_without_response_has_no_gradient(kept):
     critic = make_model("scalar")
     values(critic, batch)[:, 1:].sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in critic.parameters())
-
-
-def test_response_values():
-    """G + 1 columns: before every token, after the last one, and 0 beyond."""
-    model, pairs = make_model("scalar"), make_pairs()
-    found_BG1 = values(model, join(pairs))
-    assert found_BG1.shape == (len(pairs), MAX_RESPONSE + 1)
-    for found_G1, (prompt, response) in zip(found_BG1, pairs, strict=True):
-        values_T = model.scalar(hidden(model, prompt + response))
-        torch.testing.assert_close(found_G1[: len(response) + 1], values_T[len(prompt) - 1 :], **CLOSE)
-        assert not found_G1[len(response) + 1 :].any()
-
-
-def test_sequence_scores():
-    """The head at the last real token, whatever that token is."""
-    model, pairs = make_model("scalar"), make_pairs()
-    found_B = scores(model, join(pairs))
-    whole = Sequences.of(pad([prompt + response for prompt, response in pairs]))
-    assert torch.equal(scores(model, whole), found_B)
-    for found, (prompt, response) in zip(found_B, pairs, strict=True):
-        expected = model.scalar(hidden(model, prompt + response))[-1]
-        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)  # stored as float32
 
 
 def everything(pairs, extra: int = 0) -> list[Tensor]:

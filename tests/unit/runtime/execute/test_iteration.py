@@ -42,22 +42,6 @@ def test_a_rank_holds_what_it_reads_and_makes(program: Program):
         assert {key: sorted(found) for key, found in touched.items()} == held
 
 
-def test_rows_are_found_by_their_number_in_the_whole():
-    workload = make_workload(mini_batch=10, num_mini_batches=3)
-    store = Store(workload, {"scores": (range(2, 4), range(7, 10)), "responses": (range(5),)})
-    whole_MC = torch.arange(30.0).view(3, 10)
-    for place in ((ALL, slice(2, 4)), (slice(1, 2), slice(7, 8)), (slice(0, 3), slice(8, 10))):
-        store.at("scores", place)[:] = whole_MC[place]
-        assert torch.equal(store.at("scores", place), whole_MC[place])
-    assert store["scores"].tolist() == [[2, 3, 0, 8, 9], [12, 13, 17, 18, 19], [22, 23, 0, 28, 29]]
-    for key, start, stop in (("scores", 3, 8), ("scores", 0, 1), ("responses", 4, 6), ("values", 0, 1)):
-        with pytest.raises(AssertionError, match=f"{key} of columns {start} to {stop - 1} is not held"):
-            store.at(key, (ALL, slice(start, stop)))
-    assert store.at("values", (ALL, slice(4, 4))).shape == (3, 0, workload.max_response + 1)
-    assert (store["responses"] == -1).all() and store["responses"].dtype == torch.int32
-    assert set(store) == {"scores", "responses", "values"}
-
-
 @pytest.mark.parametrize("at_once", [1, 24, 10**6])
 def test_random_numbers_of_some_columns(at_once, monkeypatch):
     """Those of the whole matrix, however many are made at a time."""

@@ -241,16 +241,6 @@ def test_the_ranks_of_a_copy_keep_the_graphs_of_the_same_engine(monkeypatch):
     assert found[0] == found[1] == [{}, {}, {}, {8: 2}, {8: 2}]
 
 
-def test_weights_that_move_wait_again_for_their_graphs():
-    """ZeRO 3 gathers those of a frozen model anew for each Run."""
-    model, ran, rows_B = make_model(), [], torch.ones(8, dtype=torch.int64)
-    graphs = cuda_graphs.Graphs(8, 1, torch.device("cpu"))
-    graphs._seen[8] = 100
-    graphs.keep_for(model, types.SimpleNamespace(forwards={}))
-    graphs(lambda *_: ran.append("eager") or torch.zeros(8, 1), rows_B, rows_B)
-    assert ran == ["eager"] and not graphs._captured
-
-
 def test_engines_that_live_at_the_same_time_share_no_graph(request):
     expected, _, _ = responses({"max_sequences": 19})
     request.getfixturevalue("captured")

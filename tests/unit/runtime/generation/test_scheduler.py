@@ -1,6 +1,5 @@
 """The bookkeeping of continuous batching, with sequences that end at random."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,33 +97,6 @@ def test_the_youngest_leaves_and_comes_back_first():
     scheduler.remove([0])
     (back,) = scheduler.admit()
     assert back.waiting.request == 2 and back.donor is None and back.row.base == 4
-
-
-def test_prompt_blocks_are_shared_and_given_back_last():
-    scheduler = Scheduler(Blocks(9, 4), 4, prefill_tokens=100)
-    scheduler.waiting.extend(waiting([(7, 10), (7, 10), (8, 4), (7, 10)]))
-    first, second, other, third = scheduler.admit()
-    assert first.row.blocks == [0, 1, 2] and first.donor is None
-    assert second.row.blocks == [0, 1, 3] and second.donor == 0 and second.copy == (2, 3)
-    assert other.row.blocks == [4] and other.donor is None
-    assert third.row.blocks == [0, 1, 5] and third.copy == (2, 5)
-    assert scheduler.blocks.num_free == 3
-    scheduler.remove([0])
-    assert scheduler.blocks.num_free == 4  # two are still in use
-    scheduler.waiting.extend([WaitingRequest(9, 7, 10, 10)])
-    (late,) = scheduler.admit()
-    assert late.donor == 0 and late.row.blocks == [0, 1, 2]  # by now request 1 is the first row
-
-
-@pytest.mark.parametrize("ended", [[0], [2], [0, 2], [1, 3], [0, 1, 2, 3]])
-def test_one_block_rows_stay_together(ended):
-    scheduler = Scheduler(Blocks(4, LONGEST), 4, prefill_tokens=100, one_block=True)
-    scheduler.waiting.extend(waiting([(n, 3) for n in range(4)]))
-    scheduler.admit()
-    order, copies = scheduler.remove(ended)
-    assert [row.blocks for row in scheduler.rows] == [[i] for i in range(4 - len(ended))]
-    assert [move[:2] for move in copies] == [(old, new) for new, old in enumerate(order) if old != new]
-    assert all(new in ended for _, new, _ in copies)
 
 
 @settings(max_examples=150, deadline=None)

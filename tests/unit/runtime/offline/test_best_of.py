@@ -71,13 +71,3 @@ def test_a_reward_model_with_another_tokenizer_gets_text(folders, tmp_path):
     for text, score in zip(["ba bo ba", "ba bo", "da be bi da bo ba", "da be bi da bo"], found, strict=True):
         ids = torch.tensor([[words[word] for word in text.split()]])
         assert score == pytest.approx(model.scalar(model(ids)[0])[-1].item(), abs=1e-6)
-
-
-def test_a_reward_function_gets_columns(folders, tmp_path):
-    (tmp_path / "f.py").write_text(
-        "def f(prompts, responses, answer):\n    return [float(r == a) for r, a in zip(responses, answer)]\n",
-        encoding="utf-8",
-    )
-    prompts = [Prompt(0, "ba", [3], Sampling(4), columns) for columns in ({}, {"answer": "y"})]
-    found = judge(folders, f"{tmp_path / 'f.py'}:f", prompts).scores(prompts, LINES, [[6], [7]])
-    assert found == [0.0, 1.0]
