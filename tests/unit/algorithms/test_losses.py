@@ -104,6 +104,14 @@ def test_entropy_in_a_run(sampling, tmp_path):
 # ---- the change of the policy (rows 18, 19) -------------------------------------------------------------------------
 
 
+def test_row_18_approx_kl_by_hand():
+    """Both forms, and the ratio, of a token that became twice as likely: d = log 2."""
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    _, sums = policy_loss(tensor([-1.0]), tensor([-1.0 - math.log(2)]), tensor([1.0]), mask)
+    found = [float(sums[name][0]) for name in ("approx_kl", "approx_kl_sq", "ratio")]
+    assert found == pytest.approx([2 - 1 - math.log(2), math.log(2) ** 2 / 2, 2.0])
+
+
 @pytest.mark.parametrize("loss", [policy_loss, surrogate_loss])
 @pytest.mark.parametrize("log_ratio", [30.0, 100.0, 1000.0, -30.0, -1000.0])
 def test_extreme_ratios(loss, log_ratio):

@@ -118,7 +118,7 @@ def test_probabilities_are_those_of_transformers(name):
 @pytest.mark.parametrize("num_stored", [1, 7, 300, 3000])
 def test_stored_sets(num_stored, dtype):
     """The most likely of the kept tokens, equals by id; the token comes from them and its logprob is over them."""
-    for vocab_size in (5, 700, 9001):
+    for vocab_size in (5, 700, 3001):
         logits_BV, bits_B = make_rows(8, vocab_size, dtype=dtype)
         for rules in ({}, {"top_p": 0.9}, {"top_k": 12, "temperature": 2.0}, {"temperature": 0.0}):
             sampled = sample(logits_BV, bits_B, num_stored=num_stored, **rules)
@@ -158,7 +158,7 @@ def test_rules_of_each_row():
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_form_and_twin_agree_on_anything(data):
     """Few distinct values: equals everywhere. (Masses are then powers of two apart: no sum is at an edge by chance.)"""
     vocab_size = data.draw(st.integers(1, 1200))

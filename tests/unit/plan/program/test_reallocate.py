@@ -151,7 +151,7 @@ def layouts(draw, shape: ModelShape) -> list[tuple[int, Shard]]:
     return grid(draw(st.permutations(range(10)))[: dp * pp * tp], dp, pp, tp)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_layout_to_any_other(data):
     shape = data.draw(shapes())

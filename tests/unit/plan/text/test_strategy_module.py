@@ -46,7 +46,7 @@ def one_layout(layout: Layout, **options) -> Placement:
     return Placement(dict.fromkeys(CALLS, layout), **options)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_any_placement_comes_back(data, tmp_path_factory):
     def choose(options):

@@ -33,7 +33,7 @@ def check_rows(scheduler: Scheduler, keys: dict[int, WaitingRequest]) -> None:
     assert not written & set(shared)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 11)), min_size=1, max_size=14),
     size=st.integers(1, 24),
@@ -99,7 +99,7 @@ def test_the_youngest_leaves_and_comes_back_first():
     assert back.waiting.request == 2 and back.donor is None and back.row.base == 4
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     size=st.integers(2, 24),
     max_rows=st.integers(1, 6),
