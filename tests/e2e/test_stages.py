@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import warm
 from tests.folders import WORDS, write_model
 from tests.page_runs import REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
 
@@ -70,8 +69,7 @@ def test_three_stages(folder, tmp_path):
 
 def test_epochs_with_a_budget_and_logprobs_of_the_start(folder, tmp_path):
     """They are computed on two ranks. A run that is resumed for another epoch equals one that was not, bit by bit, also
-    if it has to compute some again. A run whose reference computes in the loop, on three ranks, of which some have no
-    row, has the same numbers."""
+    if it has to compute some again."""
     write_model(folder / "reference", seed=3)
     words = ["--algorithm", "dpo", "--model", str(folder / "base"), f"data.prompts={folder / 'rows.jsonl'}", *SIZES]
     words += [f"models.reference={folder / 'reference'}", "deadline_s=100", "optimizer.actor_lr=1e-3"]
@@ -85,12 +83,6 @@ def test_epochs_with_a_budget_and_logprobs_of_the_start(folder, tmp_path):
     next((killed / "logprobs").rglob("*.safetensors")).unlink()
     resume(killed, 1)
     assert timeless(killed) == timeless(alone) and weights(killed) == weights(alone)
-    about = folder / "reference" / "config.json"
-    text = about.read_text(encoding="utf-8")
-    about.write_text(text + "\n", encoding="utf-8")
-    status, _, stderr = warm.shared().run(["train", "--resume", str(alone)], 0)
-    assert status == 2 and f"the model in {folder / 'reference'} changed since {alone} was started" in stderr
-    about.write_text(text, encoding="utf-8")
     next((alone / "logprobs").rglob("*.safetensors")).unlink()
     resume(alone, 1, "data.epochs=2")
     assert_same(alone, whole, "of its own")
@@ -100,7 +92,6 @@ def test_epochs_with_a_budget_and_logprobs_of_the_start(folder, tmp_path):
     assert 0 < len(metrics(part)) < len(metrics(whole))
     resume(part, 1, "data.epochs=2")
     assert timeless(part) == timeless(whole) and weights(part) == weights(whole)
-    assert_same(trained([*words, "data.epochs=2"], 3, tmp_path / "loop"), whole, "in the loop")
 
 
 def _check_scores(folder: Path, expected: dict, data: Path) -> None:
