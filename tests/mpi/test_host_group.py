@@ -1,6 +1,4 @@
-"""Process groups of our own: tensors through host memory give what gloo gives, and the stand-in for NCCL executes in
-order what a rank gives to a communicator, so that what would hang on NCCL hangs there.
-"""
+"""Process groups of our own: tensors through host memory give what gloo gives."""
 
 from datetime import timedelta
 

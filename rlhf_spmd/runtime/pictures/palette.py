@@ -21,7 +21,6 @@ STRATEGIES = ("#8b93a1", "#45b8c4", "#0f6577", "#c2407e", "#8aa02c", "#34307a", 
 SYSTEMS = ("#2f6f4f", "#a8442a", "#b08a1e", "#3b5b92")  # published measurements
 RUNS = ("#3576bd", "#d2622a", "#2f8f5b", "#8d5ab5", "#b8901c", "#1f9aa8", "#cf5f8c", "#6b4a35")
 RANKS = ("#fde0a6", "#f3a683", "#b6688e", "#5d4a83", "#c9d6a3", "#7fb3a5", "#3d7f93", "#2c4a6e")
-PROMISE = "#b3372f"  # limits and promises
 IDLE = "#e7e9ed"  # the background where nothing runs
 KINDS = ("generate", "infer", "train")  # from the first to the last in an iteration
 NEUTRAL = "#5f6c84"  # the hue of calls without a model

@@ -1,24 +1,8 @@
-"""How exactly the random numbers draw a distribution: the total variation over all values that they can have.
-
-A token's number of the top level comes from word 0 of its random bits and all others from word 1, so over the 2**64
-values of both words the top level is independent of the rest. Word 0 gives all multiples of 2**-32, which is off by
-less than 2**-29; what is measured here is what the 2**32 values of word 1 do to the levels below.
-
-For a flat distribution and for products of one distribution per level all words are enumerated (slow). For others a
-sample of words bounds the variation: with r any distribution,
-
-    2 TV = sum_v |q_v - p_v| <= sqrt(sum_v (q_v - p_v)**2 / r_v)                                    (Cauchy-Schwarz)
-
-and where a Poisson number of draws, n on average, has c_v times the token v, ((c_v - n p_v)**2 - c_v) / n**2 estimates
-(q_v - p_v)**2 without bias and, at q = p, with the variance 2 p_v**2 / n**2. r is proportional to sqrt(p), which makes
-the standard deviation of the sum sqrt(2) (sum_v sqrt(p_v)) / n; five of them are added.
-"""
+"""The random numbers of the levels of the tree: each that comes from word 1 is a permutation of its values."""
 
 import numpy as np
 
 from rlhf_spmd.kernels.cdf_tree import LEVELS_INSIDE, level_numbers, levels_over
-
-# B words, L levels, F children of a node, E edges between them, V tokens
 
 VOCAB = 131_072
 LEVELS = levels_over(VOCAB) + LEVELS_INSIDE

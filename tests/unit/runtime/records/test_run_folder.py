@@ -150,9 +150,6 @@ def test_the_metrics_of_ppo_keep_their_names_and_curves():
     assert columns == ["reward", "kl", "length", "policy", "clipped", "value", "timeouts", "gen tok/s", "seconds"]
 
 
-# ---- console
-
-
 def test_a_resumed_run_drops_what_it_does_again(tmp_path):
     folder = RunFolder(tmp_path)
     for iteration in range(4):
