@@ -5,7 +5,7 @@
     python -m tests.run_all --busy     # what is marked timed, and searches, beside six busy processes
     python -m tests.run_all unit       # one part: unit (with e2e) or mpi
 
-Ends with the slowest tests, the seconds in all and what they are allowed to be.
+Each part ends with its slowest tests, all with the seconds and what they are allowed to be.
 """
 
 import argparse
@@ -15,12 +15,9 @@ import resource
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import closing, nullcontext
-from pathlib import Path
 
-from tests import durations
 from tests.busy import busy
 from tests.run_mpi import REPOSITORY, with_bytecode
 from tests.warm import ADDRESS, IMPORTS, PROGRAM, Warm
@@ -61,8 +58,8 @@ def command(part: str, forks: Warm | None = None, *, slow: bool = False, busy: b
     workers = ["--tx", f"{number}*popen{start}", "--dist", "loadfile", "--no-loadscope-reorder"]
     # A worker whose test hangs ends (setup.cfg); a new one starts with the same test, so one restart is enough.
     hangs = ["--max-worker-restart", "1", *(["-o", f"faulthandler_timeout={SLOW_LIMIT_S}"] if slow else [])]
-    plugins = ["-p", "tests.durations", "-W", "ignore:Module already imported"]  # before the fork
-    pytest = [sys.executable, "-m", "pytest", *workers, *hangs, *plugins]
+    told = ["--durations=10", "--durations-min=5", "-W", "ignore:Module already imported"]  # before the fork
+    pytest = [sys.executable, "-m", "pytest", *workers, *hangs, *told]
     if busy:
         return [*pytest, *marked, "-k", f"timed or {SEARCHES}", *busy_files()]
     return [*pytest, *marked, "tests/e2e", *LONG, "tests/unit", "tests/gpu"]
@@ -90,18 +87,14 @@ def main() -> int:
     if unknown := set(parts) - set(PARTS):
         parser.error(f"there is no part {min(unknown)!r}; the parts are {' and '.join(PARTS)}")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="run_all_") as folder:
-        file = Path(folder) / "durations.jsonl"
-        environment = {**with_bytecode(), durations.FILE: str(file)}
-        failed = []
-        with busy(NUM_BUSY) if options.busy else nullcontext():
-            for part in parts:
-                with closing(Warm(main="tests.warm", imports=FORKED)) if part == "unit" else nullcontext() as forks:
-                    words = command(part, forks, slow=options.slow, busy=options.busy)
-                    own = {"OMP_NUM_THREADS": "1", ADDRESS: forks.address} if forks else {}
-                    if subprocess.run(words, cwd=REPOSITORY, env=environment | own).returncode:
-                        failed.append(part)
-        print(*durations.summary(file), sep="\n")
+    environment, failed = with_bytecode(), []
+    with busy(NUM_BUSY) if options.busy else nullcontext():
+        for part in parts:
+            with closing(Warm(main="tests.warm", imports=FORKED)) if part == "unit" else nullcontext() as forks:
+                words = command(part, forks, slow=options.slow, busy=options.busy)
+                own = {"OMP_NUM_THREADS": "1", ADDRESS: forks.address} if forks else {}
+                if subprocess.run(words, cwd=REPOSITORY, env=environment | own).returncode:
+                    failed.append(part)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     minutes, processor_s = (time.monotonic() - began) / 60, used.ru_utime + used.ru_stime
     allowed = "" if options.slow else f" (at most {MOST_MINUTES} and {MOST_PROCESSOR_S} on two idle cores)"

@@ -171,15 +171,11 @@ def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
     sys.path.insert(0, str(REPOSITORY))  # PYTHONSAFEPATH keeps it off
-    from tests import durations
-
     counter = Counter()
-    plugins: list = [counter]
-    if rank == 0 and durations.FILE in os.environ:
-        plugins.append(durations.Durations(Path(os.environ[durations.FILE]), MPI.COMM_WORLD.size))
     # no test here uses hypothesis, whose plugin would import it (a quarter of a second); forks have imported others
     own = ["--with-mpi", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-W", "ignore:Module already imported"]
-    status = pytest.main([*own, *arguments], plugins=plugins)
+    own += ["--durations=5", "--durations-min=5"]
+    status = pytest.main([*own, *arguments], plugins=[counter])
     (folder / f"{rank}.json").write_text(json.dumps({"status": int(status), **counter.counts}), encoding="utf-8")
     sys.stdout.flush()  # exit 0: a bad status would end the other ranks before they have written theirs
     MPI.Finalize()  # nobody leaves before all have written theirs; mpi4py's own at the exit would not tell its errors
