@@ -40,3 +40,4 @@ def test_fixed_for_ever():
     """A resumed run and another machine must draw the same order: committed numbers."""
     assert epoch_order(17, 3, 0, 12, 4).tolist() == [[1, 2, 8, 10], [6, 11, 4, 5], [3, 7, 9, 0]]
     assert epoch_order(17, 3, 1, 12, 4).tolist() == [[3, 11, 4, 10], [6, 7, 8, 0], [1, 2, 9, 5]]
+    assert epoch_order(17, 3, 2, 12, 4).tolist() != epoch_order(17, 3, 1, 12, 4).tolist()

@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.messages import conversation_of
+from rlhf_spmd.runtime.data.packed_rows import NumberRows
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 
 BOS, EOS = 0, 1
@@ -349,6 +350,13 @@ def test_what_cannot_be_used_is_named_with_its_line(name, tmp_path):
     assert "\n" not in text and "rows.jsonl" in text
     with pytest.raises(AssertionError, match=expected):
         raise AssertionError(text)
+
+
+def test_marks_count_in_the_fingerprint(tmp_path):
+    found, same, other = (load(tmp_path, [CONVERSATION], turns="all", **ONE) for _ in range(3))
+    marks = found.numbers["own"]
+    object.__setattr__(other, "numbers", {"own": NumberRows(1 - marks.items, marks.ends)})
+    assert same.fingerprint() == found.fingerprint() != other.fingerprint()
 
 
 def test_answers_that_are_marked_0_are_not_learned(tmp_path):
