@@ -163,6 +163,23 @@ def test_a_shard_reads_its_own_rows_of_joint_matrices_alone(case, end, shard, tm
     assert sum(one.numel() for one in reads[0].values()) == sum(one.numel() for one in part.parameters())
 
 
+SLICES = [*(Shard(tp=3, tp_index=index) for index in range(3)), Shard(0, 2), Shard(1, 2), Shard(1, 2, 1, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILIES)
+def test_shards_of_every_family_are_slices(case, tmp_path):
+    sizes = {"num_attention_heads": 6, "hidden_size": 48, "word_embed_proj_dim": 48}
+    keys = {"num_key_value_heads": 6 if "num_key_value_heads" in FAMILIES[case] else 3}
+    theirs(case, **sizes, **keys).save_pretrained(tmp_path)
+    whole = hf.load_model(tmp_path, head="lm")
+    for shard in SLICES:
+        group = SimpleNamespace(size=lambda: shard.tp) if shard.tp > 1 else None  # noqa: B023
+        part = hf.load_model(tmp_path, head="lm", parallel=Parallel(shard, group)).state_dict()
+        for name, one in part.items():
+            assert torch.equal(one, whole.state_dict()[name][slice_of(name, whole.config, shard)]), (shard, name)
+
+
 @pytest.mark.parametrize("save_in_shards", [False, True])
 def test_shards(folder, tmp_path, save_in_shards):
     if save_in_shards:

@@ -149,7 +149,7 @@ CASES = {
 }
 
 
-def theirs(case: str, *, head: str = "lm", seed: int = 0, **more):
+def theirs(case: str, *, head: str = "lm", seed: int = 0, attention: str = "eager", **more):
     """Returns a small random model of transformers, every parameter (biases and norms too) away from its initial
     value."""
     import transformers
@@ -159,7 +159,7 @@ def theirs(case: str, *, head: str = "lm", seed: int = 0, **more):
     if head == "scalar":
         more = {"num_labels": 1, "pad_token_id": 0} | more
     config = transformers.AutoConfig.for_model(family, **SMALL | options | more)
-    model = auto.from_config(config, attn_implementation="eager").eval()
+    model = auto.from_config(config, attn_implementation=attention).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         start = round(weight.mean().item()) if "norm" in name else 0.0
@@ -192,6 +192,18 @@ def test_logits_equal_transformers(case):
         got = mine.logits(mine(tokens_BT))
     assert expected.abs().max() > 0.3
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+SAME = ("llama biases", "mistral window", "qwen2 window", "qwen3 window", "smollm3 window", "gemma", "olmo2", "olmo3")
+SAME += ("seed_oss", "gpt_neox", "starcoder2", "linear", "dynamic", "yarn", "llama3")  # whose operations are theirs
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_the_bits_of_transformers(case):
+    model = theirs(case, attention="sdpa")
+    mine, tokens_BT = ours(model), some_tokens(3, 41, model.config.vocab_size)
+    with torch.no_grad():
+        assert torch.equal(mine.logits(mine(tokens_BT)), model(tokens_BT).logits)
 
 
 class Wide:
