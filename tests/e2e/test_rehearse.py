@@ -91,9 +91,11 @@ def test_two_types_of_devices(tmp_path):
     assert result["ok"] and result["rehearsed_s"][0] > 0.99 * result["forecast_s"]
 
 
-def test_one_iteration_ahead(tmp_path):
-    """A first batch, steps, and a last batch; stages are rehearsed in their batch, and training beside drawing."""
-    more = ["--seconds", "1", "--out", str(tmp_path / "out"), "strategy.ahead=1", "strategy.training_pp=2"]
+@pytest.mark.parametrize("own", [[], ["--algorithm", "grpo", "grpo.rounds=3", "grpo.drop_equal_groups=true"]])
+def test_one_iteration_ahead(own, tmp_path):
+    """A first batch, steps, and a last batch; stages are rehearsed in their batch, and training beside drawing, of all
+    rounds."""
+    more = ["--seconds", "1", "--out", str(tmp_path / "out"), "strategy.ahead=1", "strategy.training_pp=2", *own]
     status, out, err = command(["separation", "--layout", "2x2", *TINY[:-1], "2", *more])
     assert status == 0, err
     *text, last = out.splitlines()

@@ -103,6 +103,20 @@ def test_episodes_are_shown_by_turns(whole, capsys):
     assert all(f">{name}<" in shown for name in ("turns", "tool_calls", "tool_failures", "reward"))
 
 
+def test_groups_that_fail_are_sampled_again(tmp_path):
+    """In rounds, by one rank as by two with slices of the actor."""
+    rounds = ("grpo.rounds=3", "grpo.drop_equal_groups=true", "rollouts.every=1", "eval.prompts=", "iterations=2")
+    sizes = ("rollout_batch=4", "samples_per_prompt=4", "mini_batch=16", "--runs", tmp_path, "--name")
+    for ranks, own in ((1, ()), (2, SLICES)):
+        trained(ranks, *WORDS, *rounds, *sizes, f"on-{ranks}", *own, limit_s=300.0)
+    whole, other = (rows(tmp_path / f"on-{ranks}") for ranks in (1, 2))
+    names = ("tokens_sha256", "reward", "turns", "tool_calls", "failed_groups")
+    assert [[row[name] for name in names] for row in whole] == [[row[name] for name in names] for row in other]
+    assert max(row["failed_groups"] for row in whole) > 0
+    texts = [path.read_text(encoding="utf-8") for path in (tmp_path / "on-1" / "rollouts").rglob("*.jsonl")]
+    assert sum(text.count('"end": "completed"') for text in texts) == 32
+
+
 # ---- weights, bit by bit ---------------------------------------------------------------------------------------------
 
 

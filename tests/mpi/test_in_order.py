@@ -143,7 +143,7 @@ def test_random_programs(seed, settings, expected, world, make_group):
 
 # ---- episodes that a copy in stages of two slices draws --------------------------------------------------------------
 
-SHORT_S = 8.0  # in which a broadcast that hangs ends
+SHORT_S = 5.0  # in which a broadcast that hangs ends
 
 
 @pytest.fixture(scope="module")
