@@ -84,6 +84,7 @@ def test_episodes_are_those_of_one_rank(name, world, shared_folder, make_group):
             assert metrics["tokens_sha256"] == of_one["tokens_sha256"]
             for name in (
                 "reward",
+                "score_environment",
                 "turns",
                 "response_length",
                 "ended_fraction",
