@@ -10,14 +10,10 @@ from rlhf_spmd.machines.calibration_file import load_calibration
 A100 = load_calibration("a100-80g")
 
 
-@pytest.fixture(scope="module")
-def parts() -> dict:
-    """Returns the search spaces of APP's placements of 7B on 1x8."""
+@pytest.mark.slow
+def test_apps_placements_are_its_strategies_in_all_ratios():
     workload, cluster = setting("1x8", A100)
-    return {part.name: part.space(workload, cluster, A100) for part in apps_parts(cluster)}
-
-
-def test_apps_placements_are_its_strategies_in_all_ratios(parts):
+    parts = {part.name: part.space(workload, cluster, A100) for part in apps_parts(cluster)}
     strategies = [name.partition(" ")[0] for name in parts]
     assert [strategies.count(one) for one in ("flattening", "interleaving", "separation")] == [1, 7, 7]
     none = [name for name, space in parts.items() if space is None]
