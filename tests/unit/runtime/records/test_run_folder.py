@@ -87,6 +87,13 @@ def test_metrics_are_on_disk_after_every_iteration(tmp_path):
     assert folder.notes == []
 
 
+def test_a_folder_that_goes_away_is_named(tmp_path):
+    folder = RunFolder.create(tmp_path, strategy="flattening", name="run")
+    shutil.rmtree(folder.path)
+    with pytest.raises(UserError, match=f"the run folder {folder.path} is gone.*start the run again"):
+        folder.write("strategy.py", "")
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_folder_that_is_replaced_is_noticed(begun, tmp_path):
     folder = RunFolder.create(tmp_path, strategy="flattening", name="run")
