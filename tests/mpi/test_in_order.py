@@ -179,6 +179,6 @@ def test_a_broadcast_that_not_all_ranks_make(num_calls, run_of_episodes, world, 
 
     monkeypatch.setattr(SharedEpisodes, "answers", answers)
     timeout = timedelta(seconds=SHORT_S)
-    with pytest.raises(PeerError, match=r"Run actor_generate with ranks 0-3: .* operation \d+ of ranks \[.*\] on rank"):
+    with pytest.raises(PeerError, match=r"Run actor_generate with ranks 0-3: .*operation \d+ of ranks \[.*\] on rank"):
         run_of_episodes(lambda ranks, _: dist.new_group([*ranks], timeout) if len(ranks) > 1 else None)
     assert len(calls) >= 4
