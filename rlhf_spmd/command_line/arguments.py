@@ -183,7 +183,7 @@ def _hint(word: str, parsed: argparse.Namespace) -> str:
     from rlhf_spmd.pages.option_suggestions import did_you_mean, suggest_option
 
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
-    if name in all_keys():
+    if name in all_keys() and VERBS[parsed.verb].get("words", "") in USING:
         return f" (did you mean {name}=VALUE, without dashes?)"
     known = [known for known in arguments_of(parsed.verb) if known.startswith("--")]
     near = "" if name in elsewhere() else did_you_mean(word.partition("=")[0], known)

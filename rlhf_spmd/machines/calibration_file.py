@@ -47,7 +47,8 @@ def load_calibration(name: str) -> Calibration:
     error."""
     machine, plus, network = name.rpartition("+")
     if plus and (network in NETWORKS or not name.endswith(".json")):
-        check_known(f"network of the calibration {name!r}", network, NETWORKS)
+        more = "; for another one copy rlhf_spmd/machines/calibrations/NAME.json and change its `between`"
+        check_known(f"network of the calibration {name!r}", network, NETWORKS, more)
         calibration = load_calibration(machine)
         sources = {**calibration.sources, "between.bytes_per_s": "data sheet", "between.latency_s": "data sheet"}
         full_name = f"{calibration.name}+{network}"

@@ -133,6 +133,11 @@ class Algorithm:
         if function is None:
             where = module or f"the algorithm file or in {', '.join(FUNCTIONS)}"
             raise UserError(f"algorithm {self.name}: no function {name} is in {where}; write it there")
+        if callable(other := getattr(self.module, name, None)) and other is not function:
+            raise UserError(
+                f"algorithm {self.name}: its workflow names {module}.{name}, so the {name} of this file would not be "
+                f"called: copy the workflow into the file and name {name!r} in it, or rename the function"
+            )
         same = [place for place in places if getattr(place, name, None) is function]
         sums, prepare, finish = (
             next((getattr(place, name + suffix) for place in same if hasattr(place, name + suffix)), None)

@@ -98,6 +98,12 @@ def check_call(
     """
     given: dict[str, Any] = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
     readouts: dict[str, Any] = dict(readout_words(workflow, call)) if isinstance(call, Train) else {}
+    for name, _ in call.arguments:
+        if name in readouts or name in mask_words(workflow, call):
+            raise UserError(
+                f"{call.function}({name}=...): a parameter {name} gets what this call's model or responses have; give "
+                "the argument another name"
+            )
     unused = [name for name, key in call.arguments if workflow.shapes[key] != "response"]
     if isinstance(call, Train) and call.loglinear:
         readouts[LAG_SHARE] = None

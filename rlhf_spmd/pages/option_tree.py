@@ -177,7 +177,8 @@ def assigned(tree: Tree, setting: Setting) -> Tree:
         raise UserError(f"{key!r} is a group of options; set one of {', '.join(of_group)}")
     here = of_group or list(dict.fromkeys(name.partition(".")[0] for name in keys_of(tree)))
     hint = suggest_option(key, [*here, *setting.also], [*keys_of(tree), *setting.also])
-    raise UserError(f"unknown option {key!r}{hint or '; known here: ' + ', '.join(here)}")
+    known_here = f"; known here: {', '.join(here)} (`rlhf-spmd options {key}` searches their meanings)"
+    raise UserError(f"unknown option {key!r}{hint or known_here}")
 
 
 def settings_of(words: Iterable[str]) -> list[Setting]:

@@ -216,7 +216,7 @@ class Layout:
         descending = next((copy for copy in copies if copy != sorted(copy)), None)
         limits = [limit for limit in (self.micro_batch, self.tokens) if limit is not None]
         problems = [
-            (not ranks, "it has no ranks; give it at least one"),
+            (not ranks, "no rank is left for it; give it at least one"),
             (len(set(ranks)) != len(ranks), f"a rank appears twice in {ranks}; name each rank once"),
             (
                 min(self.dp, pp, tp) < (1 if ranks else 0) or self.dp * pp * tp != len(ranks),

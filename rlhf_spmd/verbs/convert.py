@@ -25,7 +25,8 @@ def run(parsed: argparse.Namespace) -> int:
         if merged.num_lost and merged.dtype.itemsize < 4:
             _note(
                 f"rounding to {merged.dtype}, the type of the base, loses the update of {merged.num_lost:,} of "
-                f"{merged.num_updated:,} weights; merge into a base in float32 to keep it"
+                f"{merged.num_updated:,} weights; to keep it give --base F, a folder in float32 that "
+                "transformers writes: AutoModelForCausalLM.from_pretrained(BASE, dtype='float32').save_pretrained(F)"
             )
     elif parsed.base:
         raise UserError("--base is the base of an adapter; add --merge, or drop it")

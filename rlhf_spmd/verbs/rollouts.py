@@ -57,7 +57,8 @@ def run(parsed: argparse.Namespace) -> int:
     for row in shown:
         print(json.dumps(row, default=str) if parsed.json else text_of(row, FIRST[folder.name.partition("-")[0]]))
     if not parsed.json:
-        print(f"{len(shown)} of {len(matching)} rows that match, of {len(rows)} in {folder}")
+        counts = f"{len(shown)} of {len(matching)} rows that match, of {len(rows)}" if matching else "no row matches"
+        print(f"{counts} in {folder}")
         values = {"folder": str(folder), "rows": len(rows), "matching": len(matching), "means": means(matching)}
         print_json(values, parsed.json)
     return 0
@@ -69,6 +70,8 @@ def chosen(folder: Path, iteration: int | None, evaluation: int | None) -> Path:
     kind, number = ("iteration", iteration) if evaluation is None else ("evaluation", evaluation)
     paths = [path for path in paths_in(folder / FOLDER, f"{kind}-*") if path.name.partition("-")[2].isdecimal()]
     known = {int(path.name.partition("-")[2]) + FIRST[kind]: path for path in paths}
+    if not known and (other := next(iter(paths_in(folder / FOLDER, "*-*")), None)):
+        raise UserError(f"{folder} has no samples of an {kind}; it has {other.name}: give --iteration or --evaluation")
     if not known:
         raise UserError(f"{folder} has no samples of an {kind}: train with rollouts.every=N and eval.prompts=FILE")
     if number is not None and number not in known:

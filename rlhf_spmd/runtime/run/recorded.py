@@ -143,7 +143,8 @@ def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
     """Returns a note for a run that is resumed in other surroundings than its checkpoint was made in; else empty."""
     names = [name for name in now if now[name] != before.get(name, now[name])]
     parts = [f"{name} {now[name]} instead of {before[name]}" for name in names]
-    return f"resumed with {', '.join(parts)}: from here on, results may differ by rounding" if parts else ""
+    text = ", ".join(parts).replace("stable program", "another placement or number of ranks: program")
+    return f"resumed with {text}: from here on, results may differ by rounding" if parts else ""
 
 
 def open_folder(job: Job, origin: Origin) -> RunFolder:

@@ -24,8 +24,9 @@ def facts(prepared: Prepared, folder: RunFolder) -> dict[str, str]:
     config, shapes, prompts = job.config, job.program.workload.models, job.prompts
     sizes = [f"{name} {format_count(shape.num_params)}" for name, shape in shapes.items() if shape]
     texts = {"models": f"{', '.join(sizes)} parameters, {config.dtype}", "adapters": _adapters(job)}
-    for role in shapes:
-        if config.algorithm.roles[role].judge:
+    texts["environment"] = config.environment
+    for role, shape in shapes.items():
+        if config.algorithm.roles[role].judge and (shape or config.reward_function):
             model, function = f"{role} model", config.reward_function
             both = f"{model} + {function}" if config.reward_function_mode == "add" else function
             read = " (has another tokenizer, so it is given text)" if reads_text(config, role) else ""

@@ -99,6 +99,14 @@ WRONG = {
         ("weights=weights)", "weights=0.5)"),
         ["surrogate(weights=0.5)", "numbers are options of the algorithm"],
     ),
+    "a function in the place of a shared one": (
+        (TRAIN, TRAIN.replace("surrogate", "surrogates.policy_loss") + "\n\ndef policy_loss():\n    pass\n"),
+        ["names surrogates.policy_loss, so the policy_loss of this file would not be called", "rename the function"],
+    ),
+    "data by the name of an output": (
+        (TRAIN, TRAIN.replace("weights=", "logprobs=logprobs, weights=")),
+        ["surrogate(logprobs=...): a parameter logprobs gets what", "another name"],
+    ),
     "an error in the workflow": (
         (TRAIN, TRAIN + "    1 / 0\n"),
         ["workflow() raised ZeroDivisionError: division by zero"],

@@ -172,8 +172,8 @@ def test_a_place_that_fails(write, body, words):
     [
         ("del layouts['critic_infer']", ["call critic_infer has no layout", "add it to the placement"]),
         ("layouts['critic_guess'] = everyone", ["critic_guess is not a call", "critic_infer"]),
-        ("layouts['reward_infer'] = Layout.data_parallel(())", ["call reward_infer: it has no ranks; give it"]),
-        ("layouts['reward_infer'] = Layout((), dp=0)", ["call reward_infer: it has no ranks"]),
+        ("layouts['reward_infer'] = Layout.data_parallel(())", ["call reward_infer: no rank is left for it; give it"]),
+        ("layouts['reward_infer'] = Layout((), dp=0)", ["call reward_infer: no rank is left for it"]),
         ("layouts['reward_infer'] = (0, 1)", ["call reward_infer: (0, 1) is not a Layout", "Layout.data_parallel"]),
         (
             "layouts['reward_infer'] = Layout.data_parallel((2, 4))",

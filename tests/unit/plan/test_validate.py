@@ -34,7 +34,7 @@ def refused(layouts: dict[str, object], *, size: int = 4) -> str:
         ({"critic_infer": None}, ["call critic_infer has no layout", "add it"]),
         ({"critic_guess": EVERYONE}, ["critic_guess is not a call", "actor_generate", "critic_infer"]),
         ({"reward_infer": (0, 1)}, ["call reward_infer: (0, 1) is not a Layout"]),
-        ({"reward_infer": Layout.data_parallel(())}, ["call reward_infer: it has no ranks"]),
+        ({"reward_infer": Layout.data_parallel(())}, ["call reward_infer: no rank is left for it"]),
         (
             {"actor_train": Layout.data_parallel((0, 9))},
             ["actor_train on ranks 0,9", "rank 9", "ranks 0 to 3", "10 ranks"],

@@ -62,3 +62,10 @@ def test_parquet_parts(run, capsys):
     folder.mkdir()
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "part-00000.parquet")
     assert responses(run, capsys) == ["4", "five\n", "6", "six"]
+
+
+def test_what_is_not_there_is_said(run, capsys):
+    assert main(["rollouts", str(run), "--where", "prompt=9+9"]) == 0
+    assert "no row matches in " in capsys.readouterr().out
+    assert main(["rollouts", str(run), "--evaluation", "0"]) == 2
+    assert "it has iteration-000000: give --iteration or --evaluation" in capsys.readouterr().err
