@@ -106,18 +106,25 @@ def yaml_value(text: str) -> Any:
     """Reads YAML into plain values, for files that are not options of this program. Raises UserError."""
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(" ".join(str(error).split())) from None
 
 
 def yaml_texts(text: str, path: str) -> Any:
     """Returns the texts, lists and mappings of YAML or JSON. Raises UserError for what is none."""
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise UserError(f"{path} has an alias (*NAME): write the values out")
-        return yaml.load(text, Loader=yaml.BaseLoader)  # makes texts, lists and mappings alone
+        return yaml.load(text, Loader=_TextLoader)
     except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path} is not YAML that is read here: {' '.join(str(error).split())}") from None
+
+
+class _TextLoader(yaml.BaseLoader):
+    """Makes texts, lists and mappings alone, without aliases, as it reads: deep ones end it soon."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias (*NAME): write the values out")
+        return super().compose_node(parent, index)
 
 
 def _settings(path: str, node: yaml.MappingNode, prefix: str) -> Iterator[Setting]:

@@ -48,7 +48,7 @@ from rlhf_spmd.model.texts.tokenizer_files import (
     tokenizer_files,
 )
 from rlhf_spmd.model.texts.turns import ASK, tool_call, with_arguments_as_text
-from rlhf_spmd.model.texts.written import ASSISTANT, kinds, lost, marked
+from rlhf_spmd.model.texts.written import ASSISTANT, constants_of, kinds, lost, marked
 from rlhf_spmd.model.transformer import Head, Transformer
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -333,7 +333,6 @@ class ChatTemplate:
         tried = self._tried[text, bool(tools), str(chat_template_kwargs)]
         if tried.issuperset(found := kinds(messages, learned, constants)):
             return
-        tried.update(found)
         copies, marks = marked(messages, constants)
         try:
             answers = messages[-1]["role"] != ASSISTANT
@@ -342,6 +341,7 @@ class ChatTemplate:
         except UserError:  # which the row itself gets, or its marks alone
             return
         self._lost |= dict.fromkeys(lost(where, messages, marks, written + text, learned))
+        tried.update(found)
         with suppress(UserError):  # of a template that cannot do without tools
             if tools and self.render(where, copies, answers=answers, **more) == written:
                 self._unread["tools"] = None
@@ -398,14 +398,11 @@ class ChatTemplate:
         environment.globals["strftime_now"] = self._strftime
         environment.globals["lipsum"] = environment.filters["random"] = _refuse_chance
         if text not in self._known:
-            from jinja2 import meta, nodes
+            from jinja2 import meta
 
             parsed = environment.parse(text)
             self._known[text] = frozenset(meta.find_undeclared_variables(parsed) - {*environment.globals})
-            looks = parsed.find_all((nodes.Call, nodes.Compare, nodes.Filter, nodes.Assign))
-            values = [node.value for look in looks for node in look.find_all(nodes.Const)]
-            marks = {one for one in values if isinstance(one, str) and one.strip() and not one.isidentifier()}
-            self._constants[text] = sorted(marks, key=lambda one: (-len(one), one))
+            self._constants[text] = constants_of(parsed)
         return self._known[text]
 
     def _strftime(self, pattern: str) -> str:

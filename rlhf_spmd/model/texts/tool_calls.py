@@ -30,7 +30,9 @@ TAG = re.escape(PYTHON_TAG)
 FIRST = rf"(?:\A|(?<={END_OF_THINKING}))\s*"  # no word stands before
 PARAMETERS = {"parameters", "arguments"}  # what an object without a mark must have to be a call, beside its name
 NAMES = re.compile(r'\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"(parameters|arguments)"')
-STRING_OR_BRACKET = re.compile(r"""("{3}|'{3}|"|')(?:\\.|(?!\1).)*\1|[\[\](){}]""", re.DOTALL)
+STRING = r"""("{3}|'{3}|"|')(?:\\.|(?!\1).)*\1"""
+STRING_OR_BRACKET = re.compile(rf"{STRING}|[\[\](){{}}]", re.DOTALL)
+STRING_OR_END = re.compile(f"{STRING}|{END_OF_CALLS}", re.DOTALL)
 ID = re.compile(r"[A-Za-z0-9]{9}")  # of Mistral, whose template refuses any other
 FIRST_ID = 100_000_000  # of calls whose format has none
 UNREADABLE = (ValueError, RecursionError)  # from json
@@ -148,12 +150,13 @@ def _pythonic(text: str, place: int, _: bool) -> tuple[list[Call], int]:
 
 
 def _olmo(text: str, place: int, _: bool) -> tuple[list[Call], int]:
-    listed, mark, _rest = text[place:].partition(END_OF_CALLS)
+    ends = (found.span() for found in STRING_OR_END.finditer(text, place) if found[0] == END_OF_CALLS)
+    end, after = next(ends, (len(text), len(text)))
     try:
-        nodes = [node for node in ast.parse(listed.strip()).body if isinstance(node, ast.Expr)]
+        nodes = [node for node in ast.parse(text[place:end].strip()).body if isinstance(node, ast.Expr)]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return [_unread(f"it is not a line with a call such as f(x=1) ({error})")], place + len(listed + mark)
-    return [_of_python(node.value) for node in nodes], place + len(listed + mark)
+        return [_unread(f"it is not a line with a call such as f(x=1) ({error})")], after
+    return [_of_python(node.value) for node in nodes], after
 
 
 def _glm(text: str, place: int, _: bool) -> tuple[list[Call], int]:

@@ -16,7 +16,25 @@ SAID = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")  
 LEARNED = ("weight", "loss", "train")  # keys of the assistant's messages: 0, if they are not learned
 NO_WORDS = ("role", "id", "index", "type", "tool_call_id")  # keys that say who speaks, and which call is answered
 FIRST_MARK = 730_591_000  # marks are nine digits, which outlive trimming, JSON and capitals, and are ids for Mistral
-WORDS = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # a text without the white space around it
+WORDS = re.compile(r"\S(?:.*\S)?")  # a line without the white space around it
+
+
+def constants_of(template: Any) -> list[str]:
+    """Returns the texts that a template, parsed by jinja2, looks for: those in calls, comparisons, filters and
+    assignments. A single word may be a name (of a role, a key or a variable), if it does not look for it in a text."""
+    from jinja2 import nodes
+
+    found = set[str]()
+    for look in template.find_all((nodes.Call, nodes.Compare, nodes.Filter, nodes.Assign)):
+        in_texts = getattr(look, "args", ())[:1]
+        if isinstance(look, nodes.Compare):
+            in_texts = [look.expr]
+        elif getattr(look, "name", "") != "replace" and getattr(getattr(look, "node", None), "attr", "get") == "get":
+            in_texts = ()
+        values = [node.value for node in look.find_all(nodes.Const) if not str(node.value).isidentifier()]
+        values += [node.value for node in in_texts if isinstance(node, nodes.Const)]
+        found |= {value for value in values if isinstance(value, str) and value.strip()}
+    return sorted(found, key=lambda one: (-len(one), one))
 
 
 def kinds(messages: Sequence[Message], learned: int, constants: Sequence[str]) -> list[tuple]:
@@ -30,13 +48,13 @@ def kinds(messages: Sequence[Message], learned: int, constants: Sequence[str]) -
     asked = last - roles[::-1].index("user") if "user" in roles else -1
     found, before, parts = [], "", _parts(tuple(constants))
     for place, message in enumerate(messages):  # 2 us a message, so that it costs little beside rendering
-        keys = tuple(message) if all(message.values()) else tuple([name for name in message if message[name]])
+        keys = tuple(message) if all(message.values()) else tuple(filter(partial(_says, message), message))
         inside, content = list[str](), message.get("content", "")
         if any(one in content for one in constants):
             inside = parts.split(content, maxsplit=4)
             inside[::2] = ["." * bool(piece.strip()) for piece in inside[::2]]  # whether words stand around them
         calls = [bool(call["function"]["arguments"]) for call in message.get("tool_calls", ())[:2]]
-        where = place > asked, place >= learned, place == last
+        where = place > asked, place >= learned, place == last, "\n" in content
         found.append((roles[place], before, *where, keys, (*inside,), (*calls,)))
         before = roles[place]
     return found
@@ -49,12 +67,17 @@ def marked(messages: Sequence[Message], constants: Sequence[str]) -> tuple[list[
     parts = _parts(tuple(constants)) if constants else None
     for message in messages:
         mark_of: dict[str, str] = defaultdict(lambda: str(next(numbers)))
-        said = {name: value for name, value in message.items() if value and name not in NO_WORDS}
+        said = {name: message[name] for name in message if _says(message, name) and name not in NO_WORDS}
         texts = {name: value for name, value in said.items() if not isinstance(value, int | float)}
         copies.append(message | {name: _with_marks(value, mark_of, parts) for name, value in texts.items()})
         of_key = partial(re.findall, "|".join(mark_of.values()) or "$.")
         marks.append({name: of_key(str(copies[-1][name])) if name in texts else [name] for name in said})
     return copies, marks
+
+
+def _says(message: Message, name: str) -> bool:
+    """Returns whether a key says something: 0 does."""
+    return bool(message[name]) or message[name] == 0
 
 
 @cache

@@ -33,17 +33,18 @@ def with_system(where: str, record: Record, messages: list[Message]) -> list[Mes
     name = system_column(record)
     if name is None:
         return messages
+    system = _message(f"{where}: {name!r}", {"role": "system", "content": record[name]})
     texts = [message.get("content", "").strip() for message in messages if message["role"] in ("system", "developer")]
     if not texts:
-        return [{"role": "system", "content": record[name]}, *messages]
-    if record[name].strip() not in texts:
+        return [system, *messages]
+    if system["content"].strip() not in texts:
         raise UserError(f"{where}: {name!r} is not what the conversation's own system message says: remove one of them")
     return messages
 
 
 def system_column(record: Mapping[str, Any]) -> str | None:
     """Returns the name of the column with a system message, if the row has one."""
-    return next((name for name in SYSTEMS if isinstance(record.get(name), str) and record[name].strip()), None)
+    return next((name for name in SYSTEMS if str(record.get(name) or "").strip()), None)
 
 
 def conversation_of(columns: Mapping[str, Any], key: str) -> list[Message] | None:

@@ -13,6 +13,7 @@ import yaml
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.config.options import leaves
 from rlhf_spmd.config.presets import load
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.migration.sources import Source, read_file, read_words
 from rlhf_spmd.migration.translate import shape_near, translate
 from rlhf_spmd.pages.algorithm import algorithm_names
@@ -214,6 +215,16 @@ def test_nothing_that_a_foreign_file_says_becomes_an_option(name, tmp_path):
     read = yaml.safe_load(text := translate(read_file(str(path))).text(str(path)))
     assert isinstance(read, dict) and not {"reward_function", "x"} & {*read}, text
     assert not any(line.lstrip().startswith("reward_function: evil") for line in text.split("\n")), text
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("[" * 100_000, "recursion"), ("a: &a {b: *a}", "it has an alias"), ("a: [", "flow node")],
+    ids=["deep", "alias", "cut"],
+)
+def test_yaml_that_is_deep_or_grows_is_refused_as_it_is_read(text, why, tmp_path):
+    with pytest.raises(UserError, match=f"job.yaml is not YAML that is read here: .*{why}"):
+        source_of(tmp_path, text)
 
 
 def test_unknown_options_are_named_and_a_third_of_them_is_a_failure(capsys):

@@ -99,6 +99,8 @@ LLAMA = '{"name": "f", "parameters": {"x": "a</think>; {b"}}'
         ("pythonic", "<think>[f()]", ..., ""),
         ("mistral", 'so [TOOL_CALLS] [{"name": "f", "arguments": {"x": "]</think>"}}] and', "so  and", "f"),
         ("mistral", "<think>[TOOL_CALLS] [1]", ..., ""),
+        ("olmo", "<function_calls>f(x='a</function_calls>b')\ng(y=\"'</think>\")</function_calls> so", " so", "fg"),
+        ("olmo", "<function_calls>f(x='a)</function_calls> so", " so", "!"),
     ],
 )  # fmt: skip
 def test_a_turn_is_thoughts_words_calls_words(form, text, words, names):

@@ -17,6 +17,9 @@ OWN = {  # templates of the test beside those of the folder
     "<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
     "without thoughts": "{% for m in messages %}[{{ m.role }}]{{ m.content.split('</think>')[-1] | trim }}<|im_end|>"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
+    "the last line and what follows a word": "{% for m in messages %}[{{ m.role }}]"
+    "{{ m.content.split('\n')[-1].split('FINAL')[-1] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
     "first call": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}"
     "{{ m.tool_calls[0].function | tojson }}{% endif %}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}",
@@ -47,6 +50,8 @@ SAID = {  # what a conversation says beside the question and the answer, all of 
     "a developer": [told("developer"), ASK, ANSWER],
     "a name": [told("user", name="Xname"), ANSWER],
     "another key": [ASK, told("assistant", seen=["Xseen"], turn=3)],
+    "lines": [told("user") | {"content": "Xone\nXtwo"}, ANSWER],
+    "a word": [ASK, told("assistant") | {"content": "Xone FINAL Xtwo"}],
 }
 ROADS = ("sft", "sft of all turns", "prompt and completion", "dpo", "rl")
 
@@ -104,6 +109,17 @@ def test_what_is_said_comes_out_or_is_told(name, road, folder, tmp_path):
         assert not gone or any("the chat template does not write" in note for note in notes), (what, gone, text, notes)
         if "arguments" in name and "Xfcall" in texts:
             assert '{"place": "Xfcall"}' in text  # as JSON
+
+
+def test_a_key_that_is_false_and_a_second_reading_of_what_was_refused_are_told(folder, tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text(OWN["three roles"], encoding="utf-8")
+    made = ChatTemplate(folder, str(template), started=STARTED)
+    for _ in range(2):
+        with pytest.raises(UserError, match="does not write 'content' of message 1"):
+            made.check("here", [told("system"), ASK, ANSWER], 2)
+    made.check("here", [ASK, told("assistant", weight=0, training=False)], 1)
+    assert made.remarks({}) == ("the chat template does not write 'training' of messages of the role assistant",)
 
 
 def test_plain_conversations_are_never_refused_nor_noted(folder, tmp_path):

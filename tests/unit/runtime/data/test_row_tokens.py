@@ -379,7 +379,10 @@ def test_answers_that_are_marked_0_are_not_learned(tmp_path):
 def test_a_system_column_is_the_first_message(name, tmp_path):
     row, system = {name: "Be brief."}, {"role": "system", "content": "Be brief."}
     ask, start = [user("a")], "[s]Be brief.$\n[u]a$\n[a]"
-    assert one_row(tmp_path, row | {"messages": [*ask, said("b")]})[:2] == (start, "b$")
+    in_parts = {name: [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]}
+    for one in (row, in_parts):
+        assert one_row(tmp_path, one | {"messages": [*ask, said("b")]})[:2] == (start, "b$")
+    assert f"line 1: {name!r} has a number as 'content'" in refusal(tmp_path, {name: 3, "messages": [*ask, said("b")]})
     assert one_row(tmp_path, row | {"messages": [system, *ask, said("b")]})[:2] == (start, "b$")
     assert one_row(tmp_path, row | {"prompt": ask, "completion": [said("b")]})[:2] == (start, "b$")
     pairs = [
