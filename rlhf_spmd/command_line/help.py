@@ -74,7 +74,7 @@ def usual_options(words: str, given: Mapping[str, str | None], taken: int) -> st
         page = load_algorithm(given.get("algorithm") or default_algorithm(given.get("preset")))
         texts, name = described(of_page(page)), page.name
         every = f"rlhf-spmd options --algorithm {given.get('algorithm') or name}"
-        heading = f"KEY=VALUE of {name} ({every}: all {len(texts)}):"
+        heading = f"KEY=VALUE of {name}, before a preset ({every}: all {len(texts)}):"
     else:
         from rlhf_spmd.runtime.offline.options import GenerateOptions
 

@@ -15,7 +15,7 @@ from numpy.lib import format as npy
 
 from rlhf_spmd.runtime.data.packed_rows import NumberRows, PackedRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompts import COUNTS, PromptSet
-from rlhf_spmd.runtime.failure.records import PREFIX
+from rlhf_spmd.runtime.failure.records import prefix
 from rlhf_spmd.runtime.world.world import World
 
 ROWS: dict[str, Any] = {
@@ -39,7 +39,7 @@ def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
             prompts = load()
             with suppress(OSError):  # no room there: all ranks load
                 # the name is unique, because ranks of a node need not share a folder
-                path = tempfile.mkdtemp(prefix=PREFIX)
+                path = tempfile.mkdtemp(prefix=prefix())
                 about = _write(prompts, path)
         about = world.allgather(about, "the prompts")[first]
         if prompts is None and about:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,15 @@ DONE, UNDONE = 1, 2  # Record.left: whether the status of the rank's work is kno
 STORE_ANSWER_S = 3.0
 TURN_S = 2.0  # the first rank ends the job in less
 
-# Files outside the run folder that only ranks of one node share have names that begin with this, of one rank and its
-# supervisor, which is forked after this import.
 SHARED_MEMORY = "/dev/shm"
-PREFIX = f"rlhf_spmd_{os.urandom(16).hex()}_"
 COMPILED = "compiled"  # the folder of what torch compiles
+
+
+@cache
+def prefix() -> str:
+    """Returns how the names of files begin that a rank has outside the run folder. Its supervisor, which removes them,
+    asks first, before it forks."""
+    return f"rlhf_spmd_{os.urandom(16).hex()}_"
 
 
 class _Texted(ctypes.Structure):
@@ -353,7 +358,7 @@ def forget(folder: str | Path, num_ranks: int) -> None:
 def remove_node_files(ending: str = "") -> None:
     """Removes the files and folders outside the run folder that this rank has left, or those with this ending."""
     for folder in (SHARED_MEMORY, tempfile.gettempdir()):
-        for path in Path(folder).glob(f"{PREFIX}*{ending}"):
+        for path in Path(folder).glob(f"{prefix()}*{ending}"):
             shutil.rmtree(path, ignore_errors=True)
             with suppress(OSError):
                 path.unlink()
@@ -362,4 +367,4 @@ def remove_node_files(ending: str = "") -> None:
 def keep_compiled() -> None:
     """Lets torch keep what it compiles in a folder of this rank, unless the user has named one. torch makes the folder
     when it is imported for the compiler, as transformers does."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"{PREFIX}{COMPILED}")))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"{prefix()}{COMPILED}")))

@@ -37,6 +37,7 @@ from rlhf_spmd.runtime.failure.records import (
     Record,
     keep_compiled,
     keep_message,
+    prefix,
     remove_node_files,
 )
 from rlhf_spmd.runtime.failure.signals import ASKED_BY, signal_name
@@ -60,6 +61,7 @@ MPI_BYTES, MPI_LEAST = 8 << 20, 24 << 20  # of shared memory that MPI may need: 
 
 def supervised() -> Record:
     """Forks; returns in the child, which continues as the rank. The parent never returns."""
+    prefix()  # the same in all processes of this rank
     record, stack = Record.create(), os.memfd_create("rlhf_spmd_stack")
     # before the forks: the rank may start, and the launcher end, before the parent gets here
     starter = os.getppid() if launcher.is_launched(os.environ) else None

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_spmd.runtime.failure.records import PREFIX, SHARED_MEMORY
+from rlhf_spmd.runtime.failure.records import SHARED_MEMORY, prefix
 
 NONCE_BYTES = 16
 ALIGNED = 64  # bytes: the alignment of parts, sufficient for any dtype
@@ -56,7 +56,7 @@ def _reserve(num_bytes: int) -> tuple[str, str]:
         return "", ""
     path, nonce = "", os.urandom(NONCE_BYTES)
     try:
-        with tempfile.NamedTemporaryFile(prefix=PREFIX, dir=SHARED_MEMORY, delete=False) as file:
+        with tempfile.NamedTemporaryFile(prefix=prefix(), dir=SHARED_MEMORY, delete=False) as file:
             path = file.name
             os.posix_fallocate(file.fileno(), 0, num_bytes)
             file.write(nonce)

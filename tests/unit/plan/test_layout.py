@@ -53,7 +53,7 @@ def test_gradients_are_summed_on_nodes_first():
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (Layout((), dp=0), ["no ranks", "at least one"]),
+        (Layout((), dp=0), ["no rank is left", "at least one"]),
         (Layout((1, 2, 1), dp=3), ["twice", "[1, 2, 1]"]),
         (Layout((0, 1), dp=3), ["dp 3 x pp 1 x tp 1", "number of ranks, 2"]),
         (Layout((0, 1), dp=-2, pp=-1), ["dp -2 x pp -1", "less than 1"]),

@@ -4,6 +4,8 @@ costs."""
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -102,3 +104,9 @@ def test_positions_of_other_nodes_come_from_the_store():
     positions.record.begin("here", 5, 6)
     positions.post()
     assert Position.from_buffer_copy(stored["at/0"]).text == "here"
+
+
+def test_processes_that_are_forked_after_the_import_have_files_of_their_own():
+    code = "import os; from rlhf_spmd.runtime.failure.records import prefix; os.fork(); print(prefix(), flush=True)"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert len(set(names)) == 2
