@@ -107,6 +107,7 @@ def test_positions_of_other_nodes_come_from_the_store():
 
 
 def test_processes_that_are_forked_after_the_import_have_files_of_their_own():
-    code = "import os; from rlhf_spmd.runtime.failure.records import prefix; os.fork(); print(prefix(), flush=True)"
+    imports = "import os; from rlhf_spmd.runtime.failure.records import prefix"
+    code = f"{imports}; os.fork(); os.write(1, prefix().encode() + b' ')"
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert len(set(names)) == 2
