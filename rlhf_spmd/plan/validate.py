@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.calls import Infer, ModelCall, Train, Workflow, is_current, is_read_by_both, trains
-from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, leaves_device, uses_trained_weights
 from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS, START_LOGPROBS
@@ -42,9 +42,15 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
 
 
 def device_problems(workload: Workload, cluster: Cluster) -> Iterator[str]:
-    """Yields which models cannot run on the devices of a cluster."""
-    mixtures = [model for model, shape in workload.models.items() if shape and shape.num_experts]
-    if mixtures and set(cluster.device_types) != {"cpu"}:
+    """Yields which models cannot run on the devices of a cluster. A type that is not known here may be a CPU; there the
+    ranks check again (world/devices.py)."""
+    if any(map(DEVICE_BYTES.get, cluster.device_types)):
+        yield from on_gpu_problems(workload)
+
+
+def on_gpu_problems(workload: Workload) -> Iterator[str]:
+    """Yields which models cannot run on GPUs."""
+    if mixtures := [model for model, shape in workload.models.items() if shape and shape.num_experts]:
         yield f"mixtures of experts ({', '.join(mixtures)}) run on CPUs alone; use dense models on GPUs"
 
 

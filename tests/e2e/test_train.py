@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.__main__ import main
+from rlhf_spmd.embedded import path_of
 from tests.folders import write_all
 from tests.noise import LIMIT, in_standard_errors
 from tests.page_runs import metrics
@@ -134,6 +135,7 @@ def test_without_mpirun_it_is_one_rank_and_the_same_run(finished, overrides, war
     assert hashes(tmp_path / "alone") == hashes(finished[2])
 
 
+MIXTURE = path_of("mixture/actor")
 TWO_TYPES = """[[nodes]]
 devices = 2
 device = "cpu"
@@ -169,6 +171,18 @@ def test_another_strategy_is_the_same_run(options, finished, overrides, warm, tm
             name: expected[name] for name in ("prompt", "before", "after")
         }
         assert mine["reward_after"] == pytest.approx(expected["reward_after"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_mixture_on_two_types_of_devices(warm, tmp_path):
+    (tmp_path / "cluster.toml").write_text(TWO_TYPES, encoding="utf-8")
+    sizes = ["iterations=2", "rollout_batch=8", "mini_batch=32", "num_samples=0", "eval.prompts=", "checkpoint.every=0"]
+    model = ["--preset", "arithmetic", "--algorithm", "grpo", "--model", MIXTURE]
+    words = ["train", "--json", *model, *sizes, "--runs", tmp_path, "--strategy"]
+    for name, ranks, *options in (("heterogeneous", 4, "--cluster", tmp_path / "cluster.toml"), ("flattening", 0)):
+        status, _, stderr = warm.run([*words, name, *options, "--name", name], ranks)
+        assert status == 0, stderr
+    assert hashes(tmp_path / "heterogeneous") == hashes(tmp_path / "flattening")
 
 
 def samples(folder: Path) -> list[dict]:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.calls import Train
 from rlhf_spmd.plan.cluster import device_type_of
+from rlhf_spmd.plan.validate import on_gpu_problems
 
 if TYPE_CHECKING:
     from rlhf_spmd.plan.program.instructions import Program
@@ -319,7 +320,9 @@ def describe_device(device: RankDevice, num_ranks: int) -> str:
 
 
 def check_program(device: RankDevice, program: "Program") -> None:
-    """Raises UserError for programs that cannot run with shared devices."""
+    """Raises UserError for programs that cannot run on GPUs, or with shared ones."""
+    if device.kind != "cpu" and (why := "; ".join(on_gpu_problems(program.workload))):
+        raise UserError(why)
     for call in program.workload.workflow.placed_calls if device.kind == "shared" else ():
         zero = program.placement.layouts[call.name].zero
         if isinstance(call, Train) and zero == 3:

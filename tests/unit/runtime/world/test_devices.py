@@ -10,7 +10,8 @@ import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy
-from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cluster import Cluster, Node
+from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.generation import kv_cache
 from rlhf_spmd.runtime.world import devices
 from rlhf_spmd.runtime.world.devices import RankDevice, VisibleDevice, check_program, choose_devices
@@ -156,6 +157,15 @@ def test_deepspeed_needs_a_device_of_its_own():
             continue
         with pytest.raises(UserError, match=f"actor_train has ZeRO {zero}, which uses DeepSpeed"):
             check_program(shared, program)
+
+
+def test_a_mixture_needs_cpus_whatever_their_type_is_called():
+    shape = ModelShape(2, 8, 16, 8, 4, 4, 32, num_experts=6, experts_per_token=2, expert_size=4)
+    cluster = Cluster((Node(2, "cpu"), Node(2, "slow")))
+    program = load_strategy("heterogeneous").compile(make_workload(shape=shape), cluster, {})
+    check_program(RankDevice("cpu", None, 4, 1), program)
+    with pytest.raises(UserError, match="run on CPUs alone"):
+        check_program(RankDevice("cuda", 0, 1, 4), program)
 
 
 @pytest.mark.parametrize(
