@@ -63,7 +63,7 @@ CASES = {
     "unknown option": Case(("--stategy", "flattening"), ("--stategy",), kind="the command line"),
     "call without ranks": Case(
         ("--strategy", "{folder}/s.py"),
-        ("strategy s", "reward_infer", "no ranks"),
+        ("strategy s", "reward_infer", "no rank is left"),
         {"s.py": strategy("Layout.data_parallel(())")},
         by_check=True,
     ),
