@@ -185,7 +185,7 @@ def smallest(number: int, parallel: Parallel, device: torch.device) -> int:
     return int(least)
 
 
-def told(x: Tensor, parallel: Parallel) -> Tensor:
+def broadcast_in_copy(x: Tensor, parallel: Parallel) -> Tensor:
     """Broadcasts x from the rank that reports to all ranks of one copy, in place."""
     if parallel.copy is not None:
         dist.broadcast(x, group_src=(parallel.shard.pp - 1) * parallel.shard.tp, group=parallel.copy)

@@ -98,8 +98,9 @@ def check_call(
     """
     given: dict[str, Any] = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
     readouts: dict[str, Any] = dict(readout_words(workflow, call)) if isinstance(call, Train) else {}
+    made_here = {*readouts, *mask_words(workflow, call)}
     for name, _ in call.arguments:
-        if name in readouts or name in mask_words(workflow, call):
+        if name in made_here:
             raise UserError(
                 f"{call.function}({name}=...): a parameter {name} gets what this call's model or responses have; give "
                 "the argument another name"

@@ -88,6 +88,15 @@ class ModelShape:
     @property
     def num_params(self) -> int:
         """Parameters, counted exactly as model/transformer.py makes them (a unit test compares)."""
+        return self._num_params(self.num_experts)
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that a token is multiplied with or looked up in: of a mixture only those of the token's experts
+        (A3B of Qwen3-30B-A3B)."""
+        return self._num_params(self.experts_per_token)
+
+    def _num_params(self, experts: int) -> int:
         h, d = self.hidden_size, self.head_dim
         q, kv = self.num_heads * d, self.num_kv_heads * d
         attention = h * q + 2 * h * kv + q * h + self.qkv_bias * (q + 2 * kv) + self.output_bias * h
@@ -95,7 +104,7 @@ class ModelShape:
         mlp = self.mlp_matrices * h * self.intermediate_size
         mlp += self.mlp_bias * ((self.mlp_matrices - 1) * self.intermediate_size + h)
         norm = (1 + self.layer_norm) * h
-        mixture = h * self.num_experts + self.num_experts * 3 * h * self.expert_size
+        mixture = h * self.num_experts + experts * 3 * h * self.expert_size
         layers = self.num_layers * (attention + num_norms(self.norms) * norm + normed)
         layers += (self.num_layers - self.num_sparse_layers) * mlp + self.num_sparse_layers * mixture
         head = h if self.scalar_head else 0 if self.tied else self.vocab_size * h

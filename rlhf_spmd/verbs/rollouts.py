@@ -70,10 +70,12 @@ def chosen(folder: Path, iteration: int | None, evaluation: int | None) -> Path:
     kind, number = ("iteration", iteration) if evaluation is None else ("evaluation", evaluation)
     paths = [path for path in paths_in(folder / FOLDER, f"{kind}-*") if path.name.partition("-")[2].isdecimal()]
     known = {int(path.name.partition("-")[2]) + FIRST[kind]: path for path in paths}
-    if not known and (other := next(iter(paths_in(folder / FOLDER, "*-*")), None)):
-        raise UserError(f"{folder} has no samples of an {kind}; it has {other.name}: give --iteration or --evaluation")
     if not known:
-        raise UserError(f"{folder} has no samples of an {kind}: train with rollouts.every=N and eval.prompts=FILE")
+        other = next(
+            (f"it has {path.name}, give --iteration or --evaluation" for path in paths_in(folder / FOLDER, "*-*")), ""
+        )
+        advice = other or "train with rollouts.every=N and eval.prompts=FILE"
+        raise UserError(f"{folder} has no samples of an {kind}: {advice}")
     if number is not None and number not in known:
         raise UserError(f"--{kind} {number}: {folder} has samples of {', '.join(map(str, known))}")
     return paths[-1] if number is None else known[number]

@@ -168,7 +168,7 @@ def test_episodes(run_of_episodes, make_group):
 
 @pytest.mark.parametrize("num_calls", [0, 2])
 def test_a_broadcast_that_not_all_ranks_make(num_calls, run_of_episodes, world, monkeypatch):
-    """A rank that is told leaves out the fourth one, or makes another: every rank gets an error that names its
+    """A rank that receives leaves out the fourth one, or makes another: every rank gets an error that names its
     operation."""
     calls, whole = [], SharedEpisodes.answers
 

@@ -57,7 +57,7 @@ class Run:
 
     def __str__(self) -> str:
         where = f" {self.phase}" if self.phase else ""
-        unit = " " if self.phase in ("token", "drawn", "told") else " of micro-batch "
+        unit = " " if self.phase in ("token", "drawn", "answers") else " of micro-batch "
         where += "" if self.micro_batch is None else f"{unit}{self.micro_batch}"
         where += "" if self.mini_batch is None else f" epoch {self.epoch} mini-batch {self.mini_batch}"
         where += "" if self.columns is None else f" columns {self.columns.start}-{self.columns.stop - 1}"

@@ -146,12 +146,12 @@ def token_body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_tok
     each token of a batch is a forward of every stage, then the last stage sends sampled tokens to the others; at the
     end it sends the results. As in `body`, all slices do the same.
 
-    Of episodes, one rank of the copy also tells the others how they begin, before each token what has come back to rows
-    that wait, and what they were worth (runtime/generation/shared_episodes.py). Each is a broadcast over the copy that
-    all ranks are in at once, whatever there is to tell, and nothing else is under way on them: the messages of a token
-    are over on a rank before it comes to the next broadcast. A step in which every row waits is a broadcast alone.
-    Whether there is another step depends on what was sampled and told so far, which is the same on all ranks. By the
-    same argument slices alone, which have no body, are in the collectives of their one group in the same order."""
+    With episodes, one rank of the copy also broadcasts the openings, before each token the answers that have come, and
+    at the end the rewards (runtime/generation/shared_episodes.py). All ranks of the copy make each broadcast, also an
+    empty one, and nothing else is under way: a rank has ended the messages of a token before the next broadcast. A step
+    in which every row waits is a broadcast alone. Whether there is another step depends on sampled tokens and answers,
+    which are the same on all ranks. For the same reason slices without stages, which have no body, make the collectives
+    of their one group in the same order."""
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
     lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
     transfers: list[Transfer] = []
@@ -161,14 +161,14 @@ def token_body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_tok
             group = group_name(layout.stage_ranks(rank), STAGES)
             lists[rank].append(replace(run, group=group, phase=phase, micro_batch=token))
 
-    def told(phase: str, token: int | None = None) -> None:
+    def broadcast(phase: str, token: int | None = None) -> None:
         for rank in lists if isinstance(call, Generate) and call.has_turns else ():
             lists[rank].append(replace(run, group=group_name(lists), phase=phase, micro_batch=token))
 
-    told("opened")
+    broadcast("openings")
     all_stages("begin")
     for token in range(num_tokens):
-        told("told", token)
+        broadcast("answers", token)
         for stage, here in enumerate(ranks):
             group = group_name(here) if layout.tp > 1 else None
             for rank in here:
@@ -182,9 +182,9 @@ def token_body(layout: Layout, call: ModelCall, run: Run, dp_index: int, num_tok
             name = f"a token's activations of {call.name} to stage {stage + 1}"
             transfers.append(Transfer(name, messages, mini_batch=run.mini_batch, call=call.name))
         all_stages("drawn", token)
-    told("told", num_tokens)
+    broadcast("answers", num_tokens)
     all_stages("end")
-    told("judged")
+    broadcast("rewards")
     return Body({rank: tuple(instructions) for rank, instructions in lists.items()}, tuple(transfers))
 
 

@@ -116,7 +116,7 @@ class Engine:
             self.scheduler.batches_admissions
         )  # launches a round before it reads what ended in the one before
         self._unread: list[tuple[list[RunningRequest], Tensor, Tensor]] = []  # what `_draw` told of rounds under way
-        self._hears = turns is not None and self.parallel.copy is not None  # in each round what others are told
+        self._shares_answers = turns is not None and self.parallel.copy is not None  # in each round
         self._is_stuck = False  # until an answer comes
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # prompt key -> where the hidden_D of its last token is
         self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
@@ -181,7 +181,7 @@ class Engine:
     def _round(self) -> tuple[list[int], int]:
         """Runs one pass: draws a token for every row, including new ones. Returns the requests that ended, and the
         number of tokens."""
-        over, answers = self._answers() if self.scheduler.outside or self._hears else ([], [])
+        over, answers = self._answers() if self.scheduler.outside or self._shares_answers else ([], [])
         ahead = self.runs_ahead and self.turns is None and not self.requests.has_stops and self.scheduler.has_room
         over += self._read(0) if self._unread and not ahead else []
         preempted = self.scheduler.grow()

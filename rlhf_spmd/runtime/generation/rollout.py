@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from rlhf_spmd.model.parallel import told
+from rlhf_spmd.model.parallel import broadcast_in_copy
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.episodes import Episodes, Turns
@@ -66,7 +66,8 @@ class Rollout:
         requests, device = self._requests(mini_batches), self.engine.device
         rewards_BG, actions_BG = self.turns.rewards(requests, self.episodes), self.turns.actions(requests)
         actions_BG[torch.tensor([self.episodes.is_dropped(row) for row in requests], dtype=torch.bool)] = 0.0
-        actions_BG, rewards_BG = told(torch.stack((actions_BG, rewards_BG)).to(device), self.engine.parallel)
+        both_2BG = torch.stack((actions_BG, rewards_BG)).to(device)
+        actions_BG, rewards_BG = broadcast_in_copy(both_2BG, self.engine.parallel)
         return actions_BG, rewards_BG
 
     def ends(self, mini_batches: slice) -> list[tuple[str, int]]:

@@ -131,7 +131,7 @@ def surroundings(job: Job) -> dict[str, str]:
     """Returns what the last bits of a run's numbers depend on, by name: the program and, of this rank, the rest."""
     device = job.world.computes.index
     return {
-        "stable program": job.program.fingerprint,
+        "placement (program)": job.program.fingerprint,
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "processor": torch.backends.cpu.get_cpu_capability(),
@@ -143,8 +143,7 @@ def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
     """Returns a note for a run that is resumed in other surroundings than its checkpoint was made in; else empty."""
     names = [name for name in now if now[name] != before.get(name, now[name])]
     parts = [f"{name} {now[name]} instead of {before[name]}" for name in names]
-    text = ", ".join(parts).replace("stable program", "another placement or number of ranks: program")
-    return f"resumed with {text}: from here on, results may differ by rounding" if parts else ""
+    return f"resumed with {', '.join(parts)}: from here on, results may differ by rounding" if parts else ""
 
 
 def open_folder(job: Job, origin: Origin) -> RunFolder:

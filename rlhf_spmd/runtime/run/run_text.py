@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from rlhf_spmd.config.epochs import length_of
 from rlhf_spmd.plan.program.tensors import numbers_in, trained_weights_of
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
+from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.checkpoint.resume import Resumed
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.execute.job import Job
@@ -22,7 +23,7 @@ def facts(prepared: Prepared, folder: RunFolder) -> dict[str, str]:
     """Returns the heading of a run. Collective."""
     job, products = prepared.job, prepared.products
     config, shapes, prompts = job.config, job.program.workload.models, job.prompts
-    sizes = [f"{name} {format_count(shape.num_params)}" for name, shape in shapes.items() if shape]
+    sizes = [f"{name} {_size(shape)}" for name, shape in shapes.items() if shape]
     texts = {"models": f"{', '.join(sizes)} parameters, {config.dtype}", "adapters": _adapters(job)}
     texts["environment"] = config.environment
     for role, shape in shapes.items():
@@ -37,6 +38,12 @@ def facts(prepared: Prepared, folder: RunFolder) -> dict[str, str]:
     texts |= {rows: f"{len(prompts)} from {config.data.prompts}{_lost(prompts)}", "iteration": _iteration(job)}
     texts |= {"streaming": "; ".join(vain_streaming(job.program)), "run folder": str(folder.shown)}
     return {name: text for name, text in texts.items() if text}
+
+
+def _size(shape: ModelShape) -> str:
+    """Formats the number of parameters of a model, and of a mixture those that a token meets."""
+    active = f" ({format_count(shape.num_active_params)} active)" if shape.num_experts else ""
+    return format_count(shape.num_params) + active
 
 
 def _adapters(job: Job) -> str:

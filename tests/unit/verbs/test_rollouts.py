@@ -68,4 +68,4 @@ def test_what_is_not_there_is_said(run, capsys):
     assert main(["rollouts", str(run), "--where", "prompt=9+9"]) == 0
     assert "no row matches in " in capsys.readouterr().out
     assert main(["rollouts", str(run), "--evaluation", "0"]) == 2
-    assert "it has iteration-000000: give --iteration or --evaluation" in capsys.readouterr().err
+    assert "it has iteration-000000, give --iteration or --evaluation" in capsys.readouterr().err

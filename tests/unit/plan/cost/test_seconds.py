@@ -77,8 +77,7 @@ def forward_s(tokens: float, shape: ModelShape = SHAPE) -> float:
 def test_flops_of_a_mixture_are_two_per_weight_that_a_token_meets():
     """Its own experts and the router; of a stage, those of its own layers."""
     norms, embedding = (2 * 8 + 1) * 64, 512 * 64
-    others = 5 * 4 * 3 * 64 * 24  # of each layer the four experts that it doesn't meet
-    met = MIXTURE.num_params - others - norms - embedding
+    met = MIXTURE.num_active_params - norms - embedding
     assert 8 * layer_flops(MIXTURE, 3, 0) + head_flops(MIXTURE, 3) == pytest.approx(2 * 3 * met)
     dense, sparse = (layer_flops(MIXTURE, 3, 10, layers=layers) for layers in (range(3), range(3, 8)))
     assert dense == layer_flops(SHAPE, 3, 10)

@@ -83,7 +83,7 @@ def twice(steps: list, place: int) -> list:
 
 
 @pytest.mark.parametrize("change", [without, twice])
-def test_what_episodes_are_told_meets_on_all_ranks_of_a_copy(change):
+def test_broadcasts_of_episodes_meet_on_all_ranks_of_a_copy(change):
     """The broadcasts of a copy in slices and stages end, and hang, by the proof too, if a rank leaves one out or makes
     one more."""
     workload, cluster, page = make_workload(shape=SPLIT_SHAPE), Cluster.parse("1x4"), load_algorithm("ppo")
@@ -96,9 +96,9 @@ def test_what_episodes_are_told_meets_on_all_ranks_of_a_copy(change):
             continue
         assert not hangs(small) and not standing(small, rng)
         for rank, steps in enumerate(small.instructions):
-            told = [place for place, step in enumerate(steps) if getattr(step, "phase", "") == "told"]
-            assert len(told) == number + 1
-            for place in told:
+            places = [place for place, step in enumerate(steps) if getattr(step, "phase", "") == "answers"]
+            assert len(places) == number + 1
+            for place in places:
                 wrong = with_list(small, rank, change([*steps], place))
                 assert hangs(wrong) and standing(wrong, rng)
 
