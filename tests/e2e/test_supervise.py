@@ -61,8 +61,8 @@ for command in commands:
     subprocess.Popen(command, start_new_session=True)
     subprocess.Popen(command)
 threading.Thread(target=time.sleep, args=(600,)).start()
-file = tempfile.mkstemp(prefix=records.PREFIX, dir=records.SHARED_MEMORY)[1]
-folder = tempfile.mkdtemp(prefix=records.PREFIX)
+file = tempfile.mkstemp(prefix=records.prefix(), dir=records.SHARED_MEMORY)[1]
+folder = tempfile.mkdtemp(prefix=records.prefix())
 print(file, folder, flush=True)
 time.sleep(0.3)
 """
