@@ -14,10 +14,14 @@ import torch
 import torch.distributed as dist
 
 from bench.first_light.checks import ROWS, compared, embedded_model, engine_of, responses, without_graphs
+from bench.speed.gpu_decode import captured
+from bench.speed.roofline import alternate
 from rlhf_spmd import embedded
+from rlhf_spmd.kernels import one_shot
+from rlhf_spmd.kernels.collectives import all_gather
 from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model.hf import load_model
-from rlhf_spmd.model.parallel import Parallel
+from rlhf_spmd.model.parallel import Parallel, sum_over
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.runtime.failure.processes import process_fields, spun_s
 from rlhf_spmd.runtime.world.world import World
@@ -27,6 +31,8 @@ SLOWER = 1.10  # products beside pending receives, against products alone
 EDGE, PRODUCTS = 8192, 20  # rows and columns of a matrix; products that are timed
 RECEIVES = (0, 1, 2)
 WORK_SHARE = 0.1  # of the time for which a rank only waits for a message
+MESSAGES, SUMS = (2**14, 2**17, 2**20), 50  # bytes of a decode step; sums in a graph
+OFF = 2.0**-7  # of the largest sum: two roundings to bfloat16
 
 
 def tp_graphs(world: World, dry: bool) -> dict:
@@ -94,6 +100,38 @@ def waiting(world: World, dry: bool) -> dict:
     told = f"{'a' if has_name else 'no'} thread is named NCCL Progress; while a rank waits, it works "
     told += f"{found['work_share']:.0%} of the time and its threads spin {found['spun_share']:.0%}"
     return found | {"ok": has_name and found["work_share"] <= WORK_SHARE, "told": told}
+
+
+@torch.no_grad()
+def sums(world: World, dry: bool) -> dict:
+    """Compares the sums of decode steps in one shot with NCCL's: their numbers, their bits on all ranks, their time."""
+    group, device = world.group("tp"), world.device
+    one_shot.connect(group)
+    found: dict = {"how": one_shot.told() or "gloo", "seconds": {}, "off": 0.0, "equal_bits": True}
+    for num_bytes in MESSAGES:
+        generator = torch.Generator(device).manual_seed(world.rank)
+        mine_N = torch.randn(num_bytes // 2, generator=generator, device=device).to(torch.bfloat16)
+        ours_N, theirs_N = sum_over(mine_N.clone(), group=group), mine_N.clone()
+        dist.all_reduce(theirs_N, group=group)
+        found["off"] = max(found["off"], float((ours_N - theirs_N).abs().max() / theirs_N.abs().max()))
+        of_ranks_RN = ours_N.new_empty(world.size, len(ours_N))
+        all_gather(of_ranks_RN.view(-1), ours_N, group=group)
+        found["equal_bits"] &= all(torch.equal(one_N, ours_N) for one_N in of_ranks_RN)
+        x_N = torch.zeros_like(mine_N)
+        calls = {
+            "one shot": lambda x_N=x_N: [sum_over(x_N, group=group) for _ in range(SUMS)],
+            "NCCL": lambda x_N=x_N: [dist.all_reduce(x_N, group=group) for _ in range(SUMS)],
+        }
+        graphs = {name: captured(call, device) for name, call in calls.items()}
+        seconds = alternate(graphs, device, rounds=1 if dry else 9)
+        found["seconds"][num_bytes] = {name: one / SUMS for name, one in seconds.items()}
+    slow = [num for num, of in found["seconds"].items() if of["one shot"] > of["NCCL"]]
+    right = found["equal_bits"] and found["off"] <= OFF
+    times = (f"{1e6 * of['one shot']:.0f} for {1e6 * of['NCCL']:.0f} us" for of in found["seconds"].values())
+    told = f"{found['how']}; {', '.join(times)} of NCCL; off by {found['off']:.1e}"
+    told += "" if found["equal_bits"] else "; ranks have other bits"
+    in_one_shot = found["how"].startswith("in one shot")
+    return found | {"ok": right and (not slow if in_one_shot else one_shot.NO_LINKS in found["how"]), "told": told}
 
 
 def worked_s() -> float:
@@ -165,7 +203,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-CASES = {"tp-graphs": tp_graphs, "pending-receive": pending_receive, "waiting": waiting}
+CASES = {"tp-graphs": tp_graphs, "sums": sums, "pending-receive": pending_receive, "waiting": waiting}
 
 
 def main() -> None:

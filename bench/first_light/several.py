@@ -10,7 +10,8 @@ from bench.first_light.steps import Found, Light
 from tests.run_mpi import mpi_command, run_limited
 
 RANKS, MOST_RANKS = 2, 4
-REGISTER = "NCCL_GRAPH_REGISTER"
+BY_NCCL, NOTED = {"RLHF_SPMD_ONE_SHOT": "0"}, "NCCL_GRAPH_REGISTER=1"
+SUMS = {"one shot": {}, "NCCL": BY_NCCL, NOTED: BY_NCCL | {"NCCL_GRAPH_REGISTER": "1"}}
 CASE_S = 100.0  # of one case of on_ranks.py
 
 
@@ -36,17 +37,23 @@ def nccl_strategies(light: Light) -> Found:
 
 
 def tp_graphs(light: Light) -> Found:
-    """Tests two slices, whose all-reduces are captured. NCCL registers captured buffers unless told not to, which
-    expandable segments do not allow: what happens then is noted, not judged."""
+    """Tests two slices, whose sums are captured, in one shot and by NCCL. NCCL registers captured buffers unless told
+    not to, which expandable segments do not allow: what happens then is noted, not judged."""
     told, ok = [], True
     with ThreadPoolExecutor() as pool:
-        jobs = {value: pool.submit(on_ranks, light, "tp-graphs", **{REGISTER: value}) for value in ("0", "1")}
-        ended = {value: job.result() for value, job in jobs.items()}
-    for value, (found, why) in ended.items():
-        light.row(nccl_graph_register=value, why=why, **(found or {}))
-        told.append(f"{REGISTER}={value}: {found['told'] if found else why}")
-        ok &= value == "1" or (found is not None and found["ok"])
+        jobs = {name: pool.submit(on_ranks, light, "tp-graphs", **variables) for name, variables in SUMS.items()}
+        ended = {name: job.result() for name, job in jobs.items()}
+    for name, (found, why) in ended.items():
+        light.row(sums=name, why=why, **(found or {}))
+        told.append(f"{name}: {found['told'] if found else why}")
+        ok &= name == NOTED or (found is not None and found["ok"])
     return Found(ok, "; ".join(told))
+
+
+def one_shot_sums(light: Light) -> Found:
+    found, why = on_ranks(light, "sums")
+    light.row(**(found or {"why": why}))
+    return Found(found is not None and (light.dry or found["ok"]), found["told"] if found else why)
 
 
 def pending_receive(light: Light) -> Found:

@@ -103,6 +103,6 @@ def captured(call: Callable[[], object], device: torch.device) -> Callable[[], o
         call()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads may ask for events meanwhile
         call()
     return graph.replay

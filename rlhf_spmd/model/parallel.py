@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_spmd.kernels import one_shot
 from rlhf_spmd.kernels.collectives import all_gather, reduce_scatter
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.plan.adapters import A, B
@@ -152,7 +153,8 @@ def sum_over(x: Tensor, *, group: Group) -> Tensor:
     """Sums the ranks' parts, on every rank; without gradients in place. All ranks continue identically, so a part's
     gradient is the sum's."""
     if group is not None and not torch.is_grad_enabled():
-        dist.all_reduce(x, group=group)
+        if not one_shot.sum_in_place(x, group):
+            dist.all_reduce(x, group=group)
         return x
     return x if group is None else _Collective.apply(x, group, all_reduced, lambda gradient, _: gradient)
 

@@ -30,8 +30,8 @@ def load(model: Transformer) -> None:
     model.take({n: torch.empty(p.shape, dtype=p.dtype, device="cuda") for n, p in model.named_parameters()})
 
 
-def decode_launches(family: str, layers: int) -> Counter[str]:
-    model, rows = model_of(family, layers).requires_grad_(False), 64
+def decode_launches(family: str, layers: int, **options) -> Counter[str]:
+    model, rows = model_of(family, layers, **options).requires_grad_(False), 64
     with gpu(), torch.inference_mode():
         load(model)
         cache, long = KVCache(model, 1024, 16), {"dtype": torch.int64, "device": "cuda"}

@@ -5,6 +5,8 @@ python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_parallel.py
 
 # B sequences, P prompt tokens, G response tokens, K kept tokens
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels import products, token_logprobs
 from rlhf_spmd.kernels.known_tokens import KnownTokens
+from rlhf_spmd.model import linear
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import WHOLE, Parallel, is_split, slice_of
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values, sequence_scores
@@ -302,6 +305,54 @@ def test_values_scores_and_gradients(team, name):
     check_gradients(team, whole, mine)
 
 
+@pytest.fixture
+def joined(monkeypatch) -> Counter[int]:
+    """Multiplies with q, k and v, and with gate and up, at once, as GPUs do -> how often, by the number of rows of what
+    was one product."""
+    counts: Counter[int] = Counter()
+    as_one = linear._as_one
+
+    def count(parts):
+        counts[sum(map(len, parts))] += 1
+        return as_one(parts)
+
+    monkeypatch.setattr(linear, "fused", lambda x: True)
+    monkeypatch.setattr(linear, "_as_one", count)
+    return counts
+
+
+def rows_of_joined(model: Transformer) -> set[int]:
+    """Returns the rows of each block's joined matrix on this rank."""
+    blocks = [block for layer in model.layers.values() for block in (layer.self_attn, layer.mlp) if block.together]
+    return {sum(len(getattr(block, name).weight) for name in block.together) for block in blocks}
+
+
+@pytest.mark.parametrize("name", ["biases", "tied"])
+def test_joined_products_of_slices(team, name, joined):
+    """Training's outputs and gradients, and tokens of generation, are those of the whole model's separate products."""
+    fits(team, name)
+    if not team.inside:
+        return
+    whole, mine = whole_and_shard(team, name, "lm")
+    batch, _ = make_batch()
+    expected_BG = response_logprobs(whole, batch, forward(whole, batch), **PLAIN)
+    expected_BG.sum().backward()
+    assert not joined, "copied weights of the whole model are not adjacent"
+    linear.lay_adjacent(mine.layers.values())
+    hidden, output = through(team, mine, batch)
+    assert {*joined} >= rows_of_joined(mine)
+    loss = None
+    if team.parallel.is_last:
+        found_BG = response_logprobs(mine, batch, output, **PLAIN)
+        torch.testing.assert_close(found_BG, expected_BG, **CLOSE)
+        loss = found_BG.sum()
+    back(team, hidden, output, loss)
+    check_gradients(team, whole, mine)
+    joined.clear()
+    drawn_alike(team, name, GENERATION[name], lambda model: linear.lay_adjacent(model.layers.values()))
+    assert {*joined} >= rows_of_joined(mine)
+
+
 def test_a_batch_without_data(team):
     """One token, fewer than there are ranks: a loss of 0, gradients of 0 for all weights."""
     if not team.inside:
@@ -388,9 +439,10 @@ def test_draws_only_known_tokens(team, name, options):
         assert int(drawn_BG.max()) < 17 and not torch.isin(drawn_BG, torch.tensor(known.holes)).any()
 
 
-def drawn_alike(team, name: str, options: dict) -> Tensor:
+def drawn_alike(team, name: str, options: dict, prepare: Callable = lambda mine: None) -> Tensor:
     """Returns the responses, after a comparison of the shards with the whole model."""
     whole, mine = whole_and_shard(team, name, "lm", torch.float32)
+    prepare(mine)
     rng = np.random.default_rng(3)
     prompts_BP = pad([rng.integers(0, VOCAB, 1 + 2 * i % 5).tolist() for i in range(6)])
     bits_BG = random_responses(6, 9, seed=7)

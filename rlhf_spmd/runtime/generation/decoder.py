@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels import one_shot
 from rlhf_spmd.kernels.decode_attention import Decode
 from rlhf_spmd.model.kv_attention import Continued, DecodeStep, Prefill, Round
 from rlhf_spmd.model.linear import Copies
@@ -23,6 +24,7 @@ class Decoder:
     def __init__(self, model: Transformer, cache: KVCache, scheduler: Scheduler, copies: Copies):
         self.model, self.cache, self.scheduler = model, cache, scheduler
         self.device = cache.keys_LnKsd.device
+        one_shot.connect(model.parallel.group)
         captures = cuda_graphs.can_capture(model, self.device)
         self._graphs = cuda_graphs.graphs_of(model, cache, scheduler.tables_BM.shape) if captures else None
         # The GPU copies the scheduler's tables while the host continues, which calls `wait` before the scheduler writes

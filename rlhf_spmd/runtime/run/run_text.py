@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rlhf_spmd.config.epochs import length_of
+from rlhf_spmd.kernels import one_shot
 from rlhf_spmd.plan.program.tensors import numbers_in, trained_weights_of
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.plan.workload import ModelShape
@@ -33,6 +34,7 @@ def facts(prepared: Prepared, folder: RunFolder) -> dict[str, str]:
             read = " (has another tokenizer, so it is given text)" if reads_text(config, role) else ""
             texts[role] = f"{both if function else model}{read}"
     texts |= {"names": _names_of_functions(prepared), "device": describe_device(job.world.computes, job.world.size)}
+    texts["tp sums"] = "; ".join(dict.fromkeys(filter(None, job.world.allgather(one_shot.told(), "the sums over tp"))))
     texts["products"] = f"by {products['library']}, in {config.dtype}" if products else ""
     rows = "rows" if config.algorithm.responses else "prompts"
     texts |= {rows: f"{len(prompts)} from {config.data.prompts}{_lost(prompts)}", "iteration": _iteration(job)}

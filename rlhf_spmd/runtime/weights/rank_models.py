@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rlhf_spmd.config.model_folders import same_tokenizer
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels import one_shot
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.adapters.uniform import has_own_head
 from rlhf_spmd.model.adapters.unmerged import take_adapter
@@ -23,7 +24,7 @@ from rlhf_spmd.model.random_weights import is_random
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.texts.tokenizer_files import Texts, read_template
 from rlhf_spmd.model.transformer import Head, Transformer
-from rlhf_spmd.plan.calls import ModelCall, Train
+from rlhf_spmd.plan.calls import Generate, ModelCall, Train
 from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import leaves_device
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
@@ -175,14 +176,16 @@ class RankModels:
         )
 
     def start(self) -> None:
-        """Makes engines for the models that train on this rank, shards frozen models with ZeRO 3, and reserves memory
-        for weight transfers."""
+        """Makes engines for the models that train on this rank, shards frozen models with ZeRO 3, connects ranks that
+        generate together, and reserves memory for weight transfers."""
         rank, optimizer = self.world.rank, self.config.optimizer
         for call in self.program.workload.workflow.placed_calls:
             layout = self.program.placement.layouts[call.name]
             if rank not in layout.ranks:
                 continue
             key = call.model, layout.shard(rank)
+            if isinstance(call, Generate):
+                one_shot.connect(self._group(layout.tensor_ranks(rank)))  # now, while no message waits
             if isinstance(call, Train):
                 model = self._to_train.pop(call.model).train()
                 trained = model.trained_names()
