@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.memory import least_bytes, most_bytes
+from rlhf_spmd.plan.cost.memory import least_bytes, most_bytes, offloaded_bytes
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
@@ -50,13 +50,15 @@ def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[dic
 
 def missing_bytes(program: Program, evaluation: Program | None = None) -> int:
     """Returns the largest number of bytes that a rank lacks on its device, beside the reserve, for a program and for
-    that of the run's evaluations; less than 1 if both fit."""
+    that of the run's evaluations, or that a host lacks; less than 1 if both fit."""
     missing = []
     for rank in program.cluster.ranks:
         limit = program.cluster.usable_bytes(rank)
         beside = least_bytes(evaluation, rank, program) if evaluation else 0
         if limit is not None:
             missing.append(max(least_bytes(program, rank), beside) - limit)
+    hosts = enumerate(node.host_bytes for node in program.cluster.nodes)
+    missing += [offloaded_bytes(program, node) - size for node, size in hosts if size is not None]
     return max(missing, default=0)
 
 

@@ -16,6 +16,7 @@ from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.program.transfers import communicators
+from rlhf_spmd.runtime.profile.machine import free_memory
 from rlhf_spmd.runtime.world.devices import type_of
 
 
@@ -63,6 +64,8 @@ def cluster_of_run(
     if not config.main_folder:
         raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
     cluster = cluster_of(world, path, config.device_type)
+    if world.computes.index is not None:
+        cluster = cluster.with_hosts(world.allgather(free_memory(), "the free memory of hosts"))
     constants = calibration_for(calibration, cluster, required=required)
     return with_reserve(cluster, config.reserve, constants), constants
 

@@ -4,6 +4,7 @@
 count = 2                # nodes of this kind, in rank order (default 1)
 devices = 8              # per node
 device = "a100-80g"
+host_gib = 1024          # memory of a node for what is offloaded; without it no limit is known
 
 [[nodes]]
 devices = 8
@@ -32,6 +33,7 @@ class _Kind(_Strict):
     devices: PositiveInt
     device: str
     count: PositiveInt = 1
+    host_gib: PositiveFloat | PositiveInt | None = None
 
 
 class _Type(_Strict):
@@ -58,7 +60,8 @@ def read_cluster(path: str) -> Cluster:
         memory = known.get(kind.device) or DEVICE_BYTES.get(kind.device)
         if kind.count * kind.devices > MAX_DEVICES:
             raise UserError(f"cluster file {path} has too many devices; at most {MAX_DEVICES:,} can be planned for")
-        nodes += [Node(kind.devices, kind.device, memory)] * kind.count
+        host = kind.host_gib and int(kind.host_gib * 2**30)
+        nodes += [Node(kind.devices, kind.device, memory, host_bytes=host)] * kind.count
     return Cluster(tuple(nodes))
 
 

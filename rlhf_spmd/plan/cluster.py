@@ -5,7 +5,7 @@ buffers of NCCL, workspaces of matrix products, fragments between allocations).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -35,13 +35,14 @@ def device_type_of(name: str, num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine: its number of devices (one per rank), their type, the memory of each (None: no known limit), and the
-    share of it that is reserved."""
+    """One machine: its number of devices (one per rank), their type, the memory of each (None: no known limit), the
+    share of it that is reserved, and the memory of the host for what is offloaded (None: unknown)."""
 
     num_devices: int
     device: str = "cpu"
     device_bytes: int | None = None
-    reserve: float = field(default=RESERVE, repr=False)  # what a program does, and its fingerprint, ignore it
+    reserve: float = field(default=RESERVE, repr=False)  # what a program does, and its fingerprint, ignore these two
+    host_bytes: int | None = field(default=None, repr=False)
 
     @property
     def usable_bytes(self) -> int | None:
@@ -106,6 +107,14 @@ class Cluster:
     def reserving(self, shares: Mapping[str, float]) -> "Cluster":
         """Returns a copy with other shares of memory reserved, by type of device."""
         return Cluster(tuple(replace(node, reserve=shares.get(node.device, node.reserve)) for node in self.nodes))
+
+    def with_hosts(self, free: Sequence[float]) -> "Cluster":
+        """Returns a copy with the memory that the ranks found free on their hosts."""
+        least = [
+            min(free[rank] for rank in self.ranks if self.node_of(rank) == node) for node in range(len(self.nodes))
+        ]
+        nodes = zip(self.nodes, map(int, least), strict=True)
+        return Cluster(tuple(replace(node, host_bytes=node.host_bytes or found) for node, found in nodes))
 
     def __str__(self) -> str:
         sizes = {node.num_devices for node in self.nodes}

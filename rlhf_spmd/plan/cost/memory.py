@@ -146,6 +146,12 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
     return total
 
 
+def offloaded_bytes(program: Program, node: int) -> int:
+    """Returns bytes that the ranks of a node keep in host memory, which is pinned where they have GPUs."""
+    of_node = [rank for rank in program.cluster.ranks if program.cluster.node_of(rank) == node]
+    return sum(static_bytes(program, rank)["offloaded"] for rank in of_node)
+
+
 def call_bytes(program: Program, call: ModelCall, rank: int) -> dict[str, int]:
     """Returns bytes that a call needs on a rank beside `static_bytes`, by kind: what ZeRO 3 gathers or what comes from
     host memory, gradients and activations of training, keys and values of generation, and weights with adapters in

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_spmd.plan.calls import Compute, Train
-from rlhf_spmd.plan.cost.memory import least_bytes, peak_bytes, room, static_bytes, working_bytes
+from rlhf_spmd.plan.cost.memory import least_bytes, offloaded_bytes, peak_bytes, room, static_bytes, working_bytes
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Program, Run
 
@@ -39,7 +39,7 @@ def memory(program: Program, resident: Program | None = None) -> list[Finding]:
         need = peak_bytes(static, working)
         if limit is None or whole is None or need <= limit:
             continue
-        stays = sum(static.values()) - static["offloaded"]
+        stays = sum(static.values()) - static.pop("offloaded")
         text = (
             f"{_gib(need)}, and may use {_gib(limit)} ({_gib(whole)} less {_gib(whole - limit)} that are reserved): "
             f"resident {_gib(stays)} ({_parts(static)}), at the peak also {_parts(working)}"
@@ -49,7 +49,18 @@ def memory(program: Program, resident: Program | None = None) -> list[Finding]:
         else:
             severity, what = "warning", _decoded(program, rank, resident)
         ranks_of.setdefault((severity, f"{text}; {what}"), []).append(rank)
-    return [Finding(severity, f"{_ranks(ranks, 'need')} {text}") for (severity, text), ranks in ranks_of.items()]
+    found = [Finding(severity, f"{_ranks(ranks, 'need')} {text}") for (severity, text), ranks in ranks_of.items()]
+    return found + host_memory(resident or program)
+
+
+def host_memory(program: Program) -> list[Finding]:
+    """Returns an error for each node that is known to have less memory than its ranks offload."""
+    found = []
+    for index, node in enumerate(program.cluster.nodes):
+        if node.host_bytes is not None and (need := offloaded_bytes(program, index)) > node.host_bytes:
+            text = f"node {index} offloads {_gib(need)} to its host, which has {_gib(node.host_bytes)} for it"
+            found.append(Finding("error", f"{text}; offload less, raise the ZeRO stage, or use more nodes"))
+    return found
 
 
 def _decoded(program: Program, rank: int, resident: Program | None) -> str:

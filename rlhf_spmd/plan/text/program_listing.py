@@ -10,6 +10,7 @@ from rlhf_spmd.plan.cost.memory import (
     STATIC,
     WORKING,
     num_trained,
+    offloaded_bytes,
     packed_bytes,
     peak_bytes,
     static_bytes,
@@ -209,7 +210,9 @@ def memory_table(program: Program, columns: int | None = None) -> str:
     for values, ranks in ranks_of.items():
         rows.append((format_ranks(tuple(ranks)), *(format_bytes(value) if value else "-" for value in values)))
     shown = [(row[0], *(cell for cell, is_used in zip(row[1:], used, strict=True) if is_used)) for row in rows]
-    return table(shown, columns)
+    most = max(offloaded_bytes(program, node) for node in range(len(program.cluster.nodes)))
+    told = f"\nWhat is offloaded takes up to {format_bytes(most)} of a host's memory, pinned for GPUs" if most else ""
+    return table(shown, columns) + told
 
 
 def show_packed(program: Program) -> str:

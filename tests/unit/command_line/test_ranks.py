@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhf_spmd.command_line import ranks
 from rlhf_spmd.command_line.ranks import cluster_of
+from rlhf_spmd.config import presets
 from rlhf_spmd.plan.cluster import Cluster, device_type_of
 from rlhf_spmd.runtime.world.devices import choose_devices
 from tests.unit.command_line.test_fitting_strategies import H100, world_of
@@ -19,6 +21,14 @@ def test_ranks_that_share_a_device_have_a_part_of_it_each():
         nodes=(0, 0), num_nodes=1, chosen=choose_devices("cpu", [[], []], "", (0, 0), ("here",) * 2)
     )
     assert cluster_of(on_cpu, None, "cpu") == Cluster.parse("1x2")
+
+
+def test_ranks_with_gpus_tell_what_their_hosts_have(monkeypatch):
+    monkeypatch.setattr(ranks, "free_memory", lambda: 2.5 * 2**30)
+    world = world_of(2, *H100)
+    world.computes, world.allgather = world.chosen[0], lambda value, what: [value, value - 2**30]
+    cluster, _ = ranks.cluster_of_run(world, presets.load("tiny"), None)
+    assert [node.host_bytes for node in cluster.nodes] == [3 * 2**29]
 
 
 @pytest.mark.parametrize(
