@@ -60,7 +60,7 @@ def read_cluster(path: str) -> Cluster:
         memory = known.get(kind.device) or DEVICE_BYTES.get(kind.device)
         if kind.count * kind.devices > MAX_DEVICES:
             raise UserError(f"cluster file {path} has too many devices; at most {MAX_DEVICES:,} can be planned for")
-        host = kind.host_gib and int(kind.host_gib * 2**30)
+        host = None if kind.host_gib is None else int(kind.host_gib * 2**30)
         nodes += [Node(kind.devices, kind.device, memory, host_bytes=host)] * kind.count
     return Cluster(tuple(nodes))
 

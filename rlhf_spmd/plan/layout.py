@@ -230,9 +230,9 @@ class Layout:
                 "them, at least 1",
             ),
             (
-                pp > 1 and self.zero > 1,
-                f"ZeRO {self.zero} with pp {pp}: several micro-batches are under way in a pipeline, so each stage "
-                "keeps whole gradients and weights; use ZeRO 0 or 1, or pp 1",
+                pp > 1 and self.zero > 2,
+                f"ZeRO {self.zero} with pp {pp}: DeepSpeed would gather a stage's weights for every pass of a "
+                "micro-batch; use ZeRO 0 to 2, or pp 1",
             ),
             (
                 descending is not None,

@@ -171,13 +171,16 @@ GRIDS = {
     "tp2 zero 1": everywhere(tp=2, zero=1),
     "pp2": everywhere(pp=2),
     "pp2 tp2 zero 1": everywhere(pp=2, tp=2, zero=1),
+    "pp2 zero 2": everywhere(pp=2, zero=2),
     "offload": everywhere(tp=2, frozen={"offload": True}),
     "separation": separation.place,
     "separation tp2": lambda workload, cluster: separation.place(workload, cluster, generation_tp=2, training_tp=2),
 }
 
 
-NEEDS = {"tp2": 2, "tp2 zero 1": 2, "pp2": 2, "pp2 tp2 zero 1": 4, "offload": 2, "separation tp2": 4}  # of the ranks
+# of the ranks
+NEEDS = dict.fromkeys(("tp2", "tp2 zero 1", "pp2", "offload"), 2)
+NEEDS |= dict.fromkeys(("pp2 tp2 zero 1", "pp2 zero 2", "separation tp2"), 4)
 
 
 # grid -> its precision in `make test`; the others are parts of these

@@ -116,6 +116,7 @@ GRIDS = {  # of 4 ranks: options of the layout, then of the run
     "dp2 tp2": ({"tp": 2}, {"dtype": "bfloat16"}),
     "dp2 tp2 recompute": ({"tp": 2, "recompute": True}, {}),
     "dp2 pp2": ({"pp": 2}, {}),
+    "dp2 pp2, sums of each pass": ({"pp": 2}, {"optimizer.sum_each_pass": True}),
     "adapters": ({"recompute": True}, {"lora.rank": 2}),
 }
 QUICK = ("dp2 tp2", "dp2 pp2", "adapters")
@@ -142,7 +143,7 @@ def test_stages_of_whole_runs(grid, world, folder, make_group, monkeypatch):
     for name, value in {"optimizer.sum_each_pass": False, **values}.items():
         settings = with_value(settings, name, value)
     found = []
-    for stage in STAGES[:2] if "pp" in options else STAGES:  # pipelines have no ZeRO 2
+    for stage in STAGES:
         place, num_nodes = everywhere(zero=stage, **options), 2 if "nodes" in grid else 1
         program = compiled(settings, world.size, place, num_nodes=num_nodes)
         run = RunOf(settings, with_groups(world, program, make_group), program)
@@ -150,6 +151,12 @@ def test_stages_of_whole_runs(grid, world, folder, make_group, monkeypatch):
         engines = run.job.models.engines
         norms = {model: metrics[f"{model}_grad_norm"] for model in engines}
         found.append({model: After.of(engine, [norms[model]]) for model, engine in engines.items()})
+        assert all(
+            (engine._part_sums is not None) == (stage == 2 and grid != "adapters") for engine in engines.values()
+        )
+    if values.get("optimizer.sum_each_pass"):  # which adds in another order
+        for model, after in found.pop().items():
+            assert after.norms == pytest.approx(found[0][model].norms, rel=1e-5)
     for after in found[1:]:
         for model in after:
             after[model].assert_equal(found[0][model], state=False)

@@ -2,8 +2,9 @@
 
 Instructions mean the same as in deadlock.py and runtime/execute/executor.py: a Run with a group begins when its last
 rank arrives and ends on all ranks together; a message starts once both ends have posted it; a Wait ends with the last
-message of this rank's part; Agree ends when the last rank arrives. A rank sends, and receives, one message after the
-other, those through host memory beside the rest; ranks that share the cores of a node share their time.
+message of this rank's part; Agree ends when the last rank arrives; a Load lasts beside what follows. A rank sends, and
+receives, one message after the other, those through host memory beside the rest; ranks that share the cores of a node
+share their time.
 
 In a chain of iterations (program/chain.py) every rank executes its list again and again, until a list takes all ranks
 as long as the one before: that is the iteration which is returned. None of them is drained.
@@ -140,11 +141,13 @@ class _Simulation:
             first = iteration * len(self.program.transfers)  # number of the iteration's first transfer
             if isinstance(instruction, Post) and iteration >= 0:
                 self._post(rank, first + instruction.transfer)
+            ended_s = self.now
             if isinstance(instruction, Load):
-                self.loaded[rank, instruction.model] = self.now + self.times.load_s(rank, instruction)
+                ended_s += self.times.load_s(rank, instruction)
+                self.loaded[rank, instruction.model] = ended_s
             late = self.chained and isinstance(instruction, Agree) and instruction.delay
             if isinstance(instruction, Post | Load) or late or iteration < 0:
-                self.spans[rank].append((self.now, self.now))
+                self.spans[rank].append((self.now, ended_s))
                 continue
             if isinstance(instruction, Wait) and not self.program.moves_weights(instruction):
                 self._wait(rank, first + instruction.transfer)

@@ -51,7 +51,7 @@ def refused(layouts: dict[str, object], *, size: int = 4) -> str:
         ),
         ({"reward_infer": Layout((0, 1, 2), dp=1, pp=3)}, ["pp 3 is more than the 2 layers of reward", "lower pp"]),
         ({"reward_infer": Layout((1, 0), dp=1, tp=2)}, ["ranks [1, 0], which hold one copy", "do not ascend"]),
-        ({"actor_train": Layout((0, 1), dp=1, pp=2, zero=2)}, ["actor_train", "ZeRO 2 with pp 2", "use ZeRO 0 or 1"]),
+        ({"actor_train": Layout((0, 1), dp=1, pp=2, zero=3)}, ["actor_train", "ZeRO 3 with pp 2", "use ZeRO 0 to 2"]),
         ({"reward_infer": Layout((1, 0), dp=1, pp=2)}, ["ranks [1, 0], which hold one copy", "do not ascend"]),
         ({"actor_train": Layout((0, 1), dp=2, pp=2)}, ["actor_train", "is not the number of ranks, 2"]),
         ({"reward_infer": Layout.data_parallel((1,), recompute=True)}, ["recompute", "only training has"]),

@@ -220,5 +220,9 @@ def test_a_model_is_loaded_beside_the_run_before(load_s):
         *("reward", "reward_infer", "reward"),
     ]
     without = simulate(program, Times(seconds(program), lambda _: 0.0)).makespan_s
-    with_loads = simulate(program, Times(seconds(program), lambda _: 0.0, lambda rank, load: load_s)).makespan_s
-    assert with_loads - without == pytest.approx(max(0.0, load_s - SECONDS["actor_generate"]) + load_s)
+    found = simulate(program, Times(seconds(program), lambda _: 0.0, lambda rank, load: load_s))
+    assert found.makespan_s - without == pytest.approx(max(0.0, load_s - SECONDS["actor_generate"]) + load_s)
+    loads = [
+        span for step, span in zip(found.program.instructions[0], found.times[0], strict=True) if type(step) is Load
+    ]
+    assert loads[0] == (0.0, load_s) and loads[1][1] - loads[1][0] == pytest.approx(load_s)
