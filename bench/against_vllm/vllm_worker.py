@@ -25,11 +25,12 @@ def main(job: str) -> None:
 
 
 def loaded(*, model: str, dtype: str, longest: int, places: int, cores: list[int], cache: str):
-    """Loads vLLM's engine as it is by default, but for one core a thread, no end tokens, and prompts read anew each
-    time."""
+    """Loads vLLM's engine as it is by default, but for one core a thread, no end tokens, prompts read anew each time, and
+    one process: a second one would take time from the threads that compute."""
     os.environ |= {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CACHE_ROOT": cache,  # of compiled code
         "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,4 +1,4 @@
-"""Installing over a torch for CUDA leaves it, and the Triton that it pins, as they are."""
+"""Installing leaves a torch that is there, and the Triton that it pins, as they are."""
 
 import os
 import re
@@ -31,15 +31,22 @@ def installed(folder: Path, name: str, version: str, *requires: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch", "triton"), [("2.11.0+cu126", "3.6.0"), ("2.12.0+cu132", "3.7.0"), ("2.13.0+cu126", "3.7.1")]
+    ("constraints", "torch", "triton"),
+    [
+        ("constraints-cuda.txt", "2.11.0+cu126", "3.6.0"),
+        ("constraints-cuda.txt", "2.12.0+cu132", "3.7.0"),
+        ("constraints-cuda.txt", "2.13.0+cu126", "3.7.1"),
+        ("constraints.txt", "2.13.0", "3.7.1"),  # what a public index has
+        ("constraints.txt", "2.13.0+cpu", "3.9.0"),
+    ],
 )
-def test_a_torch_for_cuda_stays(torch, triton, tmp_path):
+def test_a_torch_stays(constraints, torch, triton, tmp_path):
     installed(tmp_path, "torch", torch, f"triton=={triton}")
     installed(tmp_path, "triton", triton)
     command = [sys.executable, "-m", "pip", "--isolated", "install", "--dry-run", "--no-index"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
     done = subprocess.run(
-        [*command, "-c", str(REPOSITORY / "constraints-cuda.txt"), *WANTED],
+        [*command, "-c", str(REPOSITORY / constraints), *WANTED],
         capture_output=True,
         encoding="utf-8",
         env=environment,
