@@ -25,8 +25,8 @@ def main(job: str) -> None:
 
 
 def loaded(*, model: str, dtype: str, longest: int, places: int, cores: list[int], cache: str):
-    """Loads vLLM's engine as it is by default, but for one core a thread, no end tokens, prompts read anew each time, and
-    one process: a second one would take time from the threads that compute."""
+    """Loads vLLM's engine in its default setting, but for one core a thread, no end tokens, prompts read anew each time,
+    and one process: a second one would take time from the threads that compute."""
     os.environ |= {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB

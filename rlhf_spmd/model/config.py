@@ -77,7 +77,9 @@ def how_to_get(folder: Path) -> str:
             f"if {folder} is a model of the Hugging Face hub, download it first on a machine with a network "
             f"connection: `hf download {folder} --local-dir FOLDER` (package huggingface_hub), then give that folder"
         )
-    return "give a model folder in Hugging Face's format (check, plan, forecast and rehearse read its config.json alone)"
+    return (
+        "give a model folder in Hugging Face's format (check, plan, forecast and rehearse read its config.json alone)"
+    )
 
 
 @contextmanager

@@ -246,7 +246,7 @@ def show_findings(findings: Sequence[Finding]) -> str:
 
 def verdict(findings: Sequence[Finding]) -> str:
     """Says whether a program may start, in one line."""
-    proved = "messages arrive, groups meet in order; no deadlock."
+    proved = "messages arrive, collectives match; no deadlock."
     errors = sum(one.severity == "error" for one in findings)
     warnings = len(findings) - errors
     told = [f"{num} {word}{'s' * (num > 1)}" for num, word in ((errors, "error"), (warnings, "warning")) if num]

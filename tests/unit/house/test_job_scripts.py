@@ -1,8 +1,10 @@
 """The job scripts, as far as they can be read without Slurm (tests/slurm has the rest)."""
 
 import json
+import signal
 import subprocess
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -47,18 +49,20 @@ until [[ -e $HERE/stop ]]; do sleep 0.05; done
 """
 SCONTROL = """#!/bin/bash
 [[ $1 == requeue ]] && { echo requeue > $HERE/requeued; touch $HERE/stop; exit 1; }
-echo "JobState=RUNNING PreemptTime=None"
+echo "JobState=RUNNING PreemptTime=None EndTime=$(<$HERE/end)"
 """
 
 
 class Job:
     """The script, running."""
 
-    def __init__(self, folder: Path, *words: str, restart: int = 0, run: str = "", **environment: str):
+    def __init__(self, folder: Path, *words: str, restart: int = 0, run: str = "", left_s=3600, **environment: str):
         self.folder, self.runs = folder, folder / "runs"
         (folder / "slurm").mkdir(exist_ok=True)
         for name, text in SCRIPTS.items():
-            (folder / "slurm" / name).write_text(text.replace("patience_s=90", "patience_s=1"), encoding="utf-8")
+            (folder / "slurm" / name).write_text(text, encoding="utf-8")
+        end = datetime.now() + timedelta(seconds=left_s)
+        (folder / "end").write_text(end.isoformat(timespec="seconds"), encoding="utf-8")
         (folder / "venv" / "bin").mkdir(parents=True, exist_ok=True)
         for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": "#!/bin/bash\n"}.items():
             (folder / "venv" / "bin" / name).write_text(text, encoding="utf-8")
@@ -139,6 +143,26 @@ def test_a_restart_repeats_its_words_where_an_old_run_goes_on(tmp_path):
     for restart in (0, 1):
         words, _ = Job(tmp_path, "iterations=20", restart=restart, run="job-7").end()
         assert words == ["--resume", str(tmp_path / "runs/job-7"), "iterations=20"]
+
+
+def test_near_its_end_a_job_waits_for_a_checkpoint_while_there_is_time(tmp_path):
+    before = Job(tmp_path)
+    before.checkpoint(10)
+    before.end()
+    job = Job(tmp_path, restart=1, left_s=31)  # of which 30 are kept for the requeue
+    job.process.send_signal(signal.SIGUSR1)
+    wait_for(tmp_path / "warned")
+    began = time.monotonic()
+    assert "has written no checkpoint" in job.process.stdout.readline()
+    assert time.monotonic() - began < 60, "it waited longer than the job lasts"
+    job.end()
+    job = Job(tmp_path, restart=2)
+    (tmp_path / "warned").unlink()
+    job.process.send_signal(signal.SIGUSR1)
+    wait_for(tmp_path / "warned")
+    job.checkpoint(20)
+    wait_for(tmp_path / "requeued")
+    assert "its time limit is near" in job.end()[1]
 
 
 # ---- stages.sh with a queue that only writes down what it is told ---------------------------------------------------
