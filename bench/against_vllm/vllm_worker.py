@@ -25,7 +25,7 @@ def main(job: str) -> None:
 
 
 def loaded(*, model: str, dtype: str, longest: int, places: int, cores: list[int], cache: str):
-    """Loads vLLM's engine in its default setting, but for one core a thread, no end tokens, prompts read anew each time,
+    """Loads vLLM's engine as it is by default, but for one core a thread, no end tokens, no cache of prompts,
     and one process: a second one would take time from the threads that compute."""
     os.environ |= {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
