@@ -42,9 +42,10 @@ def philox_uint32(seed: int, c0, c1, c2, c3) -> np.ndarray:
     return np.stack([c0, c1, c2, c3]).astype(np.uint32)
 
 
-def random_bits(seed: int, stream: int, iteration: int, prompt_B, sample_B, num_positions: int) -> np.ndarray:
+def random_bits(seed: int, stream: int, iteration, prompt_B, sample_B, num_positions: int) -> np.ndarray:
     """Returns the random bits of each response token, int64 [B, G], for global prompt and sample indices.
 
+    iteration: a number, or of each row: [B, 1].
     stream: the purpose of the tokens, in [0, 2**8); numbers of different streams are independent. The key is the seed
         and the counter is (prompt, sample, stream * 2**24 + position, iteration), with at most 2**24 positions. The low
         half of the bits is the first output word, used for the top level of the tree; the high half is the second word,

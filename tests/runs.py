@@ -117,7 +117,7 @@ class RunOf:
 
     def iteration(self) -> dict:
         """Runs one iteration and returns its metrics."""
-        self.data, self.meter = make_iteration(self.job, self.number), StepMeter()
+        self.data, self.meter = make_iteration(self.job, self.number, self.data), StepMeter()
         self.data.meter = self.meter
         answers = self.executor.iteration(self.data)
         if self.program.chains:  # drained after each

@@ -235,6 +235,9 @@ class Config(OptionTree):
     products: Products = "auto"  # library for matmuls on a CPU; auto: the fastest one on this machine, measured once
     rollout_batch: PositiveInt = 128  # number of prompts per iteration, over all ranks
     samples_per_prompt: PositiveInt = 1  # number of responses to each prompt
+    # number of tokens that an iteration samples of a response at most; what has not ended by then goes on in the next
+    # iteration, and trains when all samples of its prompt have ended (with strategy.ahead=1); 0: each ends at once
+    partial_steps: NonNegativeInt = 0
     mini_batch: PositiveInt = 32  # number of sequences per optimizer step, over all ranks
     # limit on the tokens of an optimizer step, for algorithms that learn from responses of the data set; 0: no limit
     mini_batch_tokens: NonNegativeInt = 0
@@ -488,6 +491,7 @@ def make_workload(config: Config) -> Workload:
         may_chain=not why_all_meet(config),
         sums_each_pass=config.optimizer.sum_each_pass,
         state_sums=config.algorithm.state_sums,
+        partial_steps=config.partial_steps if config.partial_steps < config.row_tokens else 0,
     )
 
 

@@ -3,13 +3,15 @@
 from collections.abc import Iterator, Sequence
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.calls import Infer, ModelCall, Train, Workflow, is_current, is_read_by_both, trains
+from rlhf_spmd.plan.calls import Call, Infer, ModelCall, Train, Workflow, is_current, is_read_by_both, trains
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, leaves_device, uses_trained_weights
-from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS, START_LOGPROBS
+from rlhf_spmd.plan.runtime_words import GENERATOR_LOGPROBS, LOGPROBS, START_LOGPROBS, routes_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import Workload
+
+MOST_PARTS = 256  # iterations of a response (runtime/execute/response_hashes.py)
 
 
 def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None:
@@ -30,7 +32,7 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
                 of_layouts.setdefault((layout.ranks, text), []).append(call.name)
     problems += [*_overlap_problems(placement, workflow), *device_problems(workload, cluster)]
     if not problems and not of_layouts:
-        problems += _ahead_problems(placement, workflow)
+        problems += [*_ahead_problems(placement, workflow), *_partial_problems(placement, workload)]
         problems += [*_stream_problems(placement, workload), *_partner_problems(placement, workload)]
         for name, text in _zero_problems(placement, workload):
             of_layouts.setdefault((placement.layouts[name].ranks, text), []).append(name)
@@ -129,6 +131,50 @@ def _uncorrected(train: Train, workflow: Workflow) -> Iterator[str]:
         yield (
             f"ahead: {train.name} stops by {train.stop[0]}, which counts that the generator is an iteration older; "
             f"give the loss {START_LOGPROBS}=..., and compare with these"
+        )
+
+
+def _partial_problems(placement: Placement, workload: Workload) -> Iterator[str]:
+    """Yields why responses cannot take several iterations."""
+    workflow, size = workload.workflow, workload.samples_per_prompt
+    if not workload.partial_steps:
+        return
+    where, calls = f"partial_steps={workload.partial_steps}", workflow.generate_calls
+    if not placement.ahead:
+        yield f"{where}: responses go on beside training; give strategy.ahead=1 (or plan --ahead 1), or drop it"
+    if workload.num_parts > MOST_PARTS:
+        least = -(-workload.max_response // MOST_PARTS)
+        yield f"{where}: a response would take {workload.num_parts} iterations, at most {MOST_PARTS}; give {least}"
+    others = {
+        "several generate calls": len(calls) > 1,
+        "an environment": any(call.has_turns for call in calls),
+        "rounds of sampling": workload.rounds > 1,
+        "experts.replay=true": any(routes_of(call.outputs[0]) in call.outputs for call in calls),
+        f"{size} samples of a prompt that nothing compares": workload.group_size != size,
+        "old_logprobs=loglinear": any(train.loglinear for train in workflow.train_calls),
+        "old_logprobs=recompute": any(_repeats_drawn(call, workflow) for call in workflow.calls),
+    }
+    for name in (name for name, has in others.items() if has):
+        yield f"{where}: not yet with {name}, in which a response has one iteration; drop one of them"
+    for call in calls:
+        yield from split_groups(placement.layouts[call.name], workload, call.name, where)
+
+
+def _repeats_drawn(call: Call, workflow: Workflow) -> bool:
+    """Returns whether a call infers logprobs of what its model has sampled, with the weights of the last tokens."""
+    is_pass = isinstance(call, Infer) and call.function == LOGPROBS and not call.current
+    return is_pass and bool(call.outputs) and call.model in {one.model for one in workflow.generate_calls}
+
+
+def split_groups(layout: Layout, workload: Workload, call: str, option: str) -> Iterator[str]:
+    """Yields the problem of a call that gives a rank a part of a group, where an option needs whole ones."""
+    size = workload.group_size
+    columns = [layout.columns(rank, workload.mini_batch) for rank in layout.ranks]
+    if any(part.start % size or part.stop % size for part in columns):
+        yield (
+            f"{option}: {call} spreads mini_batch={workload.mini_batch} rows over {layout.dp} ranks so that some "
+            f"have a part of a group of samples_per_prompt={size}; choose mini_batch as a multiple of "
+            f"{size * layout.dp}, or generate on fewer ranks"
         )
 
 

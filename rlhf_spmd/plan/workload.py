@@ -226,6 +226,7 @@ class Workload:
     counted: frozenset[str] = frozenset()  # train calls of mixtures that begin a step with passes that count experts
     state_sums: tuple[str, ...] = ()  # of computes, from which the state of the next iteration follows
     failed_groups: float = field(default=0.5, repr=False)  # forecast share of the groups that are drawn again
+    partial_steps: int = 0  # tokens of a response in an iteration (proof/token_lags.py), below max_response; 0: all
 
     @property
     def num_sequences(self) -> int:
@@ -241,6 +242,16 @@ class Workload:
     def rounds(self) -> int:
         """How often rows are sampled, at most (program/rounds.py)."""
         return max((call.rounds for call in self.workflow.computes), default=1)
+
+    @property
+    def num_parts(self) -> int:
+        """In how many iterations a response is sampled, at most."""
+        return ceil(self.max_response / self.partial_steps) if self.partial_steps else 1
+
+    @property
+    def may_be_blank(self) -> tuple[str, ...]:
+        """Keys of responses that have no token in an iteration where they go on in the next one."""
+        return tuple(call.outputs[0] for call in self.workflow.generate_calls if self.partial_steps)
 
     @property
     def num_mini_batches(self) -> int:

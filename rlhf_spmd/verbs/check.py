@@ -12,6 +12,7 @@ from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.text.program_listing import (
     chain_note,
+    lag_note,
     show_evaluation,
     show_findings,
     show_packed,
@@ -49,8 +50,8 @@ def report(
     """
     program, findings = programs.program, [*programs.findings, *more]
     columns, length = table_width(), length_note(config)
-    note = chain_note(program, why_all_meet(config))
-    parts = [f"{name} on {program.cluster}, preset {config.title}", length, programs.phases_note, note]
+    notes = [programs.phases_note, chain_note(program, why_all_meet(config)), lag_note(program)]
+    parts = [f"{name} on {program.cluster}, preset {config.title}", length, *notes]
     title = "\n".join(filter(None, parts))
     print(show_program(program, title=title, rank=getattr(parsed, "rank", 0), columns=columns))
     may_pack = any(shape and shape.has_large_matrices for shape in program.workload.models.values())

@@ -81,3 +81,33 @@ def test_sigterm_saves_the_batch_in_flight(tmp_path):
         status, stdout, stderr = trained(2, *words)
         assert status == 0, stdout + stderr
     assert outcome(started.folder) == outcome(tmp_path / "alone")
+
+
+PARTIAL = ("partial_steps=6", "iterations=5", "seed=1")
+
+
+@pytest.fixture(scope="module")
+def partial(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("partial")
+    status, stdout, stderr = trained(2, *BASE, *SMALL, *PARTIAL, "--runs", folder, "--name", "whole")
+    assert status == 0, stdout + stderr
+    return folder / "whole"
+
+
+def test_a_resume_goes_on_with_responses_that_have_begun(partial):
+    run = interrupted(partial, "resumed", 2)
+    status, stdout, stderr = trained(2, "--resume", run)
+    assert status == 0, stdout + stderr
+    assert rows(run) == rows(partial) and max(row.get("lag", 0) for row in rows(run)) > 2
+    assert tensors(run, 5) == tensors(partial, 5)
+
+
+@pytest.mark.slow
+def test_a_resume_on_other_ranks_goes_on_with_the_same_tokens(partial):
+    run = interrupted(partial, "on four ranks", 2)
+    status, stdout, stderr = trained(4, "--resume", run)
+    assert status == 0, stdout + stderr
+    names = "tokens_sha256", "lag", "lag_tokens", "held_groups", "prompts_used", "response_length"
+    assert [[row.get(name) for name in names] for row in rows(run)] == [
+        [row.get(name) for name in names] for row in rows(partial)
+    ]

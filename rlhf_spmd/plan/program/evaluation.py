@@ -53,7 +53,7 @@ def evaluation_program(
     if judged is not None:
         models[judged.model] = None
         layouts[judged.name] = Layout.data_parallel(layouts[judged.name].ranks)
-    sized = replace(workload, max_response=max_response, forecast_lengths=None)
+    sized = replace(workload, max_response=max_response, forecast_lengths=None, partial_steps=0)
     return _program(replace(training, workload=sized), calls, layouts, models, num_prompts, samples_per_prompt)
 
 

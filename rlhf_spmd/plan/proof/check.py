@@ -20,6 +20,7 @@ from rlhf_spmd.plan.program.rounds import prefix, repeated
 from rlhf_spmd.plan.proof.deadlock import Hang, enough, hangs
 from rlhf_spmd.plan.proof.memory_check import Finding, memory, waste
 from rlhf_spmd.plan.proof.round_versions import round_problems
+from rlhf_spmd.plan.proof.token_lags import lag_problems
 
 Problem = Hang | tuple[int | None, int | None, str]  # rank, position of the instruction, what is wrong
 Held = dict[tuple[str, int], set[int]]  # data key and mini-batch -> columns
@@ -53,7 +54,12 @@ def _problems(program: Program) -> list[Problem]:
         places = [[place for place, _, _ in in_a_row(program, rank, 1)] for rank in program.cluster.ranks]
         problems = [(r, at if r is None or at is None else places[r][at], text) for r, at, text in problems]
     if is_sound:
-        problems += [*_versions(program, max(1, num)), *hangs(program, num), *_rounds(program, num)]
+        problems += [
+            *_versions(program, max(1, num)),
+            *hangs(program, num),
+            *_rounds(program, num),
+            *lag_problems(program),
+        ]
     return problems
 
 

@@ -20,6 +20,7 @@ from rlhf_spmd.plan.layout import Layout, format_ranks, group_name
 from rlhf_spmd.plan.placement import group_of
 from rlhf_spmd.plan.program.instructions import Program, Run, Transfer, Wait
 from rlhf_spmd.plan.program.pipeline import is_pipelined, largest_number, order_of_passes
+from rlhf_spmd.plan.proof import token_lags
 from rlhf_spmd.plan.proof.memory_check import Finding
 
 NUM_INSTRUCTIONS = 40  # longer lists are shortened
@@ -106,6 +107,14 @@ def chain_note(program: Program, meets: str) -> str:
     )
     where = f"rank{'s' * (len(ranks) > 1)} {format_ranks(tuple(sorted(ranks)))}"
     return f"iterations follow one another: {first} of the next one begins on {where} {when}"
+
+
+def lag_note(program: Program) -> str:
+    """Says how old tokens are where responses take several iterations; else empty."""
+    if not program.workload.partial_steps:
+        return ""
+    num, old = program.workload.num_parts, token_lags.most(program)
+    return f"a response takes at most {num} iterations, and its tokens are at most {old} iterations old when they train"
 
 
 def show_evaluation(program: Program, columns: int | None = None) -> str:

@@ -3,7 +3,7 @@
 It has been drawn when the checkpoint is written, and trains in the next iteration. Every key that a call before
 training made is stored as columns of the whole matrix, each by the rank that reports it, so any layout can read them.
 So are the sums and numbers that the calls noted for the log, which belong to the iteration that trains, and which
-prompts it has if rounds have chosen them.
+prompts it has if rounds have chosen them, and responses that go on.
 """
 
 import json
@@ -18,7 +18,8 @@ from rlhf_spmd.runtime.checkpoint.checkpoint_files import DRAWN, Checkpoint, rea
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, given_rows
 from rlhf_spmd.runtime.execute.job import Job
 
-ROWS = "rows"  # where they are drawn in rounds: prompt and sample of each
+ROWS = "rows"  # where they are not those of the iteration's number: prompt and sample of each
+BEGAN, CARRIED = "began", "carried "  # of responses that take several iterations; before the keys of their rows
 
 
 def collect(job: Job, data: Iteration) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -39,6 +40,10 @@ def collect(job: Job, data: Iteration) -> tuple[dict[str, Tensor], dict[str, str
     }
     if data.rounds is not None:
         about[ROWS] = data.prompt_MC.tolist(), data.sample_MC.tolist()
+    if (carried := data.carried) is not None:
+        about[BEGAN] = carried.began_MC.tolist(), carried.goes_on_MC.tolist()
+        for name in [name for name in tensors if name.partition(":")[0] in carried.rows]:
+            tensors[CARRIED + name] = carried.rows[name.partition(":")[0]].cpu().clone().contiguous()
     return tensors, {name: json.dumps(value) for name, value in about.items()}
 
 
@@ -60,22 +65,25 @@ def restore(job: Job, checkpoint: Checkpoint, data: Iteration) -> bool:
                     data.prompt_MC[:], data.sample_MC[:] = about[ROWS]
                     data.store |= given_rows(job.workload, job.prompts, job.columns, data.prompt_MC, job.world.device)
                     data.rounds.cursor = job.state.prompts_used
+                if data.carried is not None:
+                    data.carried.began_MC[:], data.carried.goes_on_MC[:] = about[BEGAN]
                 for key in file.keys():  # noqa: SIM118 - a handle, not a dict
-                    _place(job, data, key, file.get_tensor(key))
+                    _place(data, key, file.get_tensor(key))
                 rank = int(name.removeprefix(DRAWN).partition(".")[0])
                 if job.world.rank == (rank if rank < job.world.size else 0):
                     _count(data, about)
     return bool(names)
 
 
-def _place(job: Job, data: Iteration, name: str, rows: Tensor) -> None:
+def _place(data: Iteration, name: str, rows: Tensor) -> None:
     """Keeps the columns that this rank holds."""
-    key, _, first = name.rpartition(":")
+    key, _, first = name.removeprefix(CARRIED).rpartition(":")
+    store = data.carried.rows if data.carried is not None and name.startswith(CARRIED) else data.store
     start, stop = int(first), int(first) + rows.shape[1]
-    for held in job.columns.get(key, ()):
+    for held in store.columns.get(key, ()):
         low, high = max(start, held.start), min(stop, held.stop)
         if low < high:
-            data.store.at(key, (ALL, slice(low, high)))[:] = rows[:, low - start : high - start]
+            store.at(key, (ALL, slice(low, high)))[:] = rows[:, low - start : high - start]
 
 
 def _count(data: Iteration, about: Mapping[str, Any]) -> None:

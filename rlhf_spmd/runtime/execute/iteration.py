@@ -46,14 +46,15 @@ def mask_of(rows: Mapping[str, Tensor], key: str) -> Tensor:
     return response_mask(rows[key]) if actions is None else actions > 0
 
 
-def kept_of(rows: Mapping[str, Tensor], keys: Iterable[str]) -> Tensor | None:
-    """Returns the rows that count: all but episodes that are dropped, which have no token that was sampled: bool [...];
-    None: all do.
+def kept_of(workload: Workload, rows: Mapping[str, Tensor], keys: Iterable[str]) -> Tensor | None:
+    """Returns the rows that count: all but episodes that are dropped and responses that go on in the next iteration,
+    which have no token that was sampled: bool [...]; None: all do.
 
     rows: by data key.
     keys: those of what was sampled are looked at.
     """
     drawn = [(rows[key] > 0).any(-1) for key in keys if key.endswith(ACTIONS)]
+    drawn += [rows[key][..., 0] >= 0 for key in keys if key in workload.may_be_blank]
     kept = torch.stack(drawn).all(0) if drawn else None
     return None if kept is None or kept.all() else kept
 
@@ -156,6 +157,20 @@ class Rounds:
 
 
 @dataclass(slots=True)
+class Carried:
+    """Responses that take several iterations (partial_rollouts.py), of a batch.
+
+    began_MC: the iteration in which the row of each place began.
+    rows: what this rank has generated of its rows so far, also of those that go on, which the batch lacks.
+    goes_on_MC: the rows that go on in the next iteration, at the same places: all of a group, or none.
+    """
+
+    began_MC: np.ndarray
+    rows: Store
+    goes_on_MC: np.ndarray
+
+
+@dataclass(slots=True)
 class Iteration:
     """One iteration's data on a rank."""
 
@@ -179,6 +194,7 @@ class Iteration:
     before: Mapping[str, Any] = field(default_factory=dict)  # where it was drawn ahead: metrics of the iteration before
     responses: np.ndarray | None = None  # records of responses (response_hashes.py), once the rows are freed
     rounds: Rounds | None = None  # None: all rows are drawn once
+    carried: Carried | None = None  # None: all responses end
 
     @property
     def title(self) -> str:
@@ -209,10 +225,12 @@ class Iteration:
         """
         prompt_B, sample_B = self.prompt_MC[:, columns].flatten(), self.sample_MC[:, columns].flatten()
         width, shape = self.store.workload.max_response, self.prompt_MC[:, columns].shape
+        began_B = None if self.carried is None else self.carried.began_MC[:, columns].flatten()
         bits_BG, rows = np.empty((len(prompt_B), width), np.int64), max(1, NUMBERS_AT_ONCE // max(width, 1))
         for start in range(0, len(prompt_B), rows):
             part = slice(start, start + rows)
-            bits_BG[part] = random_bits(self.seed, stream, self.number, prompt_B[part], sample_B[part], width)
+            number = self.number if began_B is None else began_B[part, None]
+            bits_BG[part] = random_bits(self.seed, stream, number, prompt_B[part], sample_B[part], width)
         return torch.from_numpy(bits_BG).unflatten(0, shape).to(self.store.device)
 
 

@@ -26,7 +26,7 @@ from rlhf_spmd.runtime.execute.job import Job
 OF_SCALARS = {VALUES: response_values, SCORES: sequence_scores}
 # Names in the log that the runtime itself gives (metrics.py).
 OWN_NAMES = re.compile(
-    r"iteration|gen_tokens.*|response_length|ended_fraction|turns|end_.*|parity_.*|lag|lag_.*|moved_.*|tokens_sha256|reward_timeouts|.*_(s|lr|grad_norm|steps_made)"
+    r"iteration|gen_tokens.*|response_length|ended_fraction|turns|end_.*|parity_.*|lag|lag_.*|held_groups|moved_.*|tokens_sha256|reward_timeouts|.*_(s|lr|grad_norm|steps_made)"
 )
 
 

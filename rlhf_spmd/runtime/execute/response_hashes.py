@@ -17,6 +17,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 
 MAX_SAMPLES = 1_000_000  # of a prompt
+SAMPLES_OF_AGE = 2**24  # of a row that has been sampled for some iterations, times these
 ROW = np.dtype([("prompt", "<u4"), ("sample", "<u4"), ("length", "<u4"), ("sha256", "u1", 32)])
 
 
@@ -51,7 +52,10 @@ def responses_made(program: Program, rank: int, data: Iteration) -> np.ndarray:
         if columns.start < columns.stop:
             responses_MCG = data.store.at(call.outputs[0], (ALL, columns))
             samples_MC = data.sample_MC[:, columns] + number * MAX_SAMPLES
-            made.append(digests(data.prompt_MC[:, columns], samples_MC, responses_MCG))
+            if data.carried is not None:  # an older row may have the same prompt
+                samples_MC = samples_MC + (data.number - data.carried.began_MC[:, columns]) * SAMPLES_OF_AGE
+            rows = digests(data.prompt_MC[:, columns], samples_MC, responses_MCG)
+            made.append(rows if data.carried is None else rows[rows["length"] > 0])
     return np.concatenate(made)
 
 

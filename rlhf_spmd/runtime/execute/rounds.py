@@ -14,6 +14,7 @@ import numpy as np
 from rlhf_spmd.plan.program.rounds import agreeing, deciding
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Place, Store, given_rows, occurrences
 from rlhf_spmd.runtime.execute.job import Job
+from rlhf_spmd.runtime.execute.partial_rollouts import agree_on_carried
 from rlhf_spmd.runtime.execute.response_hashes import reported_columns
 from rlhf_spmd.runtime.world.reports import Reports
 
@@ -85,11 +86,13 @@ def only_again(job: Job, data: Iteration, columns: slice, prompts: str) -> tuple
 
 
 def settle(job: Job, data: Iteration | None) -> None:
-    """Counts the prompts of a sampled batch. One iteration ahead, informs the ranks that did not agree on its
-    rounds. Collective."""
+    """Counts the prompts of a sampled batch, and informs the ranks that do not know them of the responses that go on
+    or, one iteration ahead, of its rounds. Collective."""
     if data is None or data.rounds is None:
         return
-    if job.program.placement.ahead:
+    if data.carried is not None:
+        agree_on_carried(job, data)
+    elif job.program.placement.ahead:
         root, *_ = agreeing(job.workload, job.program.placement, job.program.cluster)
         every = job.world.bcast(data.rounds.failed, root, f"{data.title}: the prompts that it used")
         for failed in every[len(data.rounds.failed) :]:

@@ -43,7 +43,7 @@ from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.decoder import Decoder
 from rlhf_spmd.runtime.generation.episodes import Answer, Turns
 from rlhf_spmd.runtime.generation.kv_cache import GPU_BLOCK, KVCache, blocks_that_fit
-from rlhf_spmd.runtime.generation.requests import Batch, Requests, Sampling
+from rlhf_spmd.runtime.generation.requests import Batch, Begun, Requests, Sampling
 from rlhf_spmd.runtime.generation.route_record import RouteRecord, Span
 from rlhf_spmd.runtime.generation.scheduler import Admission, Blocks, RunningRequest, Scheduler, WaitingRequest
 
@@ -126,13 +126,18 @@ class Engine:
         )
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], bits_RG: Tensor, sampling: Sampling | Sequence[Sampling]
+        self,
+        prompts: Sequence[Sequence[int]],
+        bits_RG: Tensor,
+        sampling: Sampling | Sequence[Sampling],
+        begun: Begun | None = None,
     ) -> range:
         """Queues requests and returns their numbers.
 
         prompts: token ids, at least one each.
         bits_RG: random bits of each token, int64 (philox.random_bits).
         sampling: for all requests, or one per request.
+        begun: the first tokens of their responses, which are prefilled like prompts; None: there are none.
         """
         numbers = self.requests.add(prompts, bits_RG, sampling)
         if self.routes is not None:
@@ -142,10 +147,12 @@ class Engine:
         for index, key in enumerate(keys):
             first.setdefault(key, index)
         queued = []
-        for number, key, prompt in zip(numbers, keys, prompts, strict=True):
+        drawn = self.requests.begin(numbers, begun) if begun is not None else [0] * len(numbers)
+        for number, key, prompt, num in zip(numbers, keys, prompts, drawn, strict=True):
             most = self.requests.most[number - self.requests.first]
             assert 0 < len(prompt) <= self.longest - most, (len(prompt), most, self.longest)
-            queued.append(WaitingRequest(number, key, len(prompt), len(prompt)))
+            if not self.requests.is_ended(number):
+                queued.append(WaitingRequest(number, key, len(prompt), len(prompt) + num))
         # equal prompts are adjacent
         self.scheduler.waiting.extend(sorted(queued, key=lambda waiting: first[waiting.key]))
         return numbers

@@ -43,6 +43,18 @@ class Sampling:
         check_temperature("temperature", self.temperature)
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What requests have when they are submitted: the first tokens of their responses, as `Requests.results` returns
+    them, how many they may have when they end, and whether they are over."""
+
+    responses_RG: Tensor
+    logprobs_RG: Tensor
+    support_RGK: Tensor | None
+    most: Sequence[int]
+    is_over: Sequence[bool]
+
+
 SAMPLING_KEYS = tuple(field.name for field in fields(Sampling))
 
 
@@ -81,6 +93,16 @@ class Requests:
         self.support_RGK = _stack(self.support_RGK, self.support_RGK.new_empty(num, 0, self.num_stored), width, -1)
         self._prepare()
         return range(start, start + num)
+
+    def begin(self, numbers: range, begun: Begun) -> list[int]:
+        """Gives requests what they have -> how many tokens."""
+        rows, width = slice(numbers.start - self.first, numbers.stop - self.first), begun.responses_RG.shape[1]
+        self.responses_RG[rows, :width], self.logprobs_RG[rows, :width] = begun.responses_RG, begun.logprobs_RG
+        if begun.support_RGK is not None:
+            self.support_RGK[rows, :width] = begun.support_RGK
+        lengths = (begun.responses_RG >= 0).sum(1).tolist()
+        self.lengths[rows] = [num if over else None for num, over in zip(lengths, begun.is_over, strict=True)]
+        return lengths
 
     def _prepare(self) -> None:
         """Collects the sampling parameters: a number if all requests agree, else a tensor [R]."""

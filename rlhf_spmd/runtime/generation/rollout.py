@@ -2,6 +2,8 @@
 
 # M mini-batches, B sequences, P prompt tokens, G response tokens, K largest sampling support
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from rlhf_spmd.model.parallel import broadcast_in_copy
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.episodes import Episodes, Turns
-from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Sampling
+from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Begun, Sampling
 
 
 class Rollout:
@@ -24,6 +26,7 @@ class Rollout:
         *,
         episodes: Episodes | None = None,
         max_new_tokens: int = 0,
+        begun: Begun | None = None,
         **options,
     ):
         """Sets up the generation of rows.
@@ -32,6 +35,7 @@ class Rollout:
         bits_MBG: random bits of each token, int64.
         episodes: what answers to turns, if responses have several.
         max_new_tokens: drawn tokens of a response; 0: all may be.
+        begun: what responses have already, and how many tokens each may have; None: nothing.
         options: of Sampling, and of the engine.
         """
         self.prompts_MBP = prompts_MBP
@@ -40,12 +44,14 @@ class Rollout:
         self.turns = None if episodes is None else Turns(episodes, max_new_tokens, max_response)
         own = {name: options[name] for name in SAMPLING_KEYS if name in options}
         sampling = Sampling(max_new_tokens, **own)
+        least, limits = sampling.min_new_tokens, begun.most if begun is not None else ()
+        each = [replace(sampling, max_new_tokens=most, min_new_tokens=min(least, most)) for most in limits] or sampling
         settings = {name: options[name] for name in options if name not in own} | {"turns": self.turns}
         longest, num_requests = prompts_MBP.shape[2] + max_response, len(bits_MBG.flatten(0, 1))
         num_steps = max_response * -(-num_requests // settings.get("max_sequences", num_requests))
         self.engine = Engine(model, longest=longest, num_stored=sampling.top_k, num_steps=num_steps, **settings)
         prompts = [[token for token in row if token >= 0] for row in prompts_MBP.flatten(0, 1).tolist()]
-        self.num = len(self.engine.submit(prompts, bits_MBG.flatten(0, 1), sampling))
+        self.num = len(self.engine.submit(prompts, bits_MBG.flatten(0, 1), each, begun))
 
     def of(self, mini_batches: slice) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the responses of these mini-batches, as `generate_rows` returns them."""

@@ -132,7 +132,7 @@ class Evaluation:
         else:
             score_C = data.store.at(name, place)[0].double().cpu().numpy()
         rows = data.prompt_MC[place][0], data.sample_MC[place][0], score_C
-        kept_C = kept_of({key: data.store.at(key, place)[0] for key in call.inputs}, call.inputs)
+        kept_C = kept_of(program.workload, {key: data.store.at(key, place)[0] for key in call.inputs}, call.inputs)
         kept = slice(None) if kept_C is None else kept_C.cpu().numpy()
         prompts, samples, scores = (values_C[kept].tolist() for values_C in rows)
         return prompts, samples, scores

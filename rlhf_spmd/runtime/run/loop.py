@@ -91,7 +91,7 @@ class Loop:
             self.executor.recorder.forget(number + 1)  # what follows is the first whole iteration
         data.before = self.history[-1] if self.history else {}
         is_last = number + 1 == self.job.config.iterations
-        self.in_flight = None if is_last else replace(make_iteration(self.job, number + 1), lag=1)
+        self.in_flight = None if is_last else replace(make_iteration(self.job, number + 1, data), lag=1)
         return data
 
     @property

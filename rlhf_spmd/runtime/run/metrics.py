@@ -18,6 +18,7 @@ from rlhf_spmd.runtime.environments.episodes import CHANGED, DROPPED
 from rlhf_spmd.runtime.execute.handlers.infer import ENVIRONMENT
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
+from rlhf_spmd.runtime.execute.partial_rollouts import HELD, TOKEN_LAG
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation.episodes import REASONS
 from rlhf_spmd.runtime.run.forecast_report import token_counts
@@ -44,7 +45,9 @@ GENERATION = {
     "expert_load": Metric("optimizer"),
     **{name: Metric("optimizer") for name in ("router_balance", "router_z", "router_entropy")},
     # where batches are drawn ahead: iterations that have trained since, and what parity_ is for weights that have not
-    "lag": Metric("generation"),
+    "lag": Metric("generation"),  # with partial_steps: of the oldest token
+    TOKEN_LAG: Metric("generation"),  # with partial_steps: mean over the tokens of responses that ended
+    HELD: Metric("generation"),  # with it: share of the groups that go on in the next iteration
     "lag_max_abs": Metric("generation"),
     "lag_mean_abs": Metric("generation"),
     "gen_tokens": Metric("generation"),
@@ -135,8 +138,8 @@ def summarize(job: Job, answers: Sequence[Mapping[str, Any]], state: Any) -> dic
             metrics[f"{name}_ess"] = mean**2 / square if square else 0.0
     values = asdict(state) if state else {}
     metrics |= {name: value for name, value in values.items() if isinstance(value, float) and name in known}
-    if "response_length" in metrics:
-        metrics["gen_tokens"] = metrics["response_length"] * weights["response_length"]
+    if "response_length" in weights:  # whose weight is 0 where all responses go on
+        metrics["gen_tokens"] = metrics.get("response_length", 0.0) * weights["response_length"]
         metrics["gen_tokens_per_s"] = metrics["gen_tokens"] / metrics["generate_s"]
     if TIMEOUTS in metrics:
         metrics[TIMEOUTS] = float(round(metrics[TIMEOUTS] * weights[TIMEOUTS]))

@@ -17,12 +17,14 @@ from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.pages.algorithm import check_functions
 from rlhf_spmd.plan.cost.memory import packed_bytes, working_bytes
 from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.validate import split_groups
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.data.step_order import StepOrder, order_of
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments
 from rlhf_spmd.runtime.execute.iteration import Iteration, Rounds, given_rows, occurrences
 from rlhf_spmd.runtime.execute.job import Job, RunState
+from rlhf_spmd.runtime.execute.partial_rollouts import next_rows
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.profile.products import Recorded, choose, limit_packing
 from rlhf_spmd.runtime.rewards.response_scores import Scorer
@@ -165,16 +167,10 @@ def _ends_of_answers(environments: RunEnvironments | None, config: Config, promp
 
 def _check_groups(program: Program) -> None:
     """Raises UserError unless each rank draws whole groups, so that it knows of each what is dropped."""
-    workload, size = program.workload, program.workload.group_size
-    for call in workload.workflow.generate_calls:
-        layout = program.placement.layouts[call.name]
-        columns = [layout.columns(rank, workload.mini_batch) for rank in layout.ranks]
-        if any(part.start % size or part.stop % size for part in columns):
-            raise UserError(
-                f"episode.on_failure=drop_group: {call.name} spreads mini_batch={workload.mini_batch} rows over "
-                f"{layout.dp} ranks so that some have a part of a group of samples_per_prompt={size}; choose "
-                f"mini_batch as a multiple of {size * layout.dp}, or generate on fewer ranks"
-            )
+    for call in program.workload.workflow.generate_calls:
+        layout, option = program.placement.layouts[call.name], "episode.on_failure=drop_group"
+        for problem in split_groups(layout, program.workload, call.name, option):
+            raise UserError(problem)
 
 
 def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet) -> Scorer | None:
@@ -192,13 +188,16 @@ def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer
     return Scorer(config, role, tokenizer, prompts, calls=calls, beat=beat)
 
 
-def make_iteration(job: Job, number: int) -> Iteration:
+def make_iteration(job: Job, number: int, before: Iteration | None = None) -> Iteration:
     """Returns the order of the mini-batches and the prompts of this rank's rows in one iteration: functions of (seed,
-    iteration), with rounds of the prompts that were used before, too."""
+    iteration), with rounds of the prompts that were used before, too.
+
+    before: the batch before it, some of whose responses may go on in this one; None: there is none.
+    """
     config, workload = job.config, job.program.workload
     if job.steps is not None:
         return _within_budget(job, job.steps, number)
-    prompts, rounds = job.prompts.batch(number, config.rollout_batch), None
+    prompts, rounds, carried = job.prompts.batch(number, config.rollout_batch), None, None
     if workload.rounds > 1:
         rounds = Rounds(job.state.prompts_used + config.rollout_batch)
         prompts = job.prompts.following(job.state.prompts_used, config.rollout_batch)
@@ -212,10 +211,12 @@ def make_iteration(job: Job, number: int) -> Iteration:
     home_N = np.empty(workload.num_sequences, dtype=np.int64)  # the mini-batch of a row in epoch 0
     home_N[first] = np.arange(len(first))[:, None]
     prompt_MC, sample_MC = prompt_N[first], sample_N[first]
+    if workload.partial_steps:
+        prompt_MC, sample_MC, rounds, carried = next_rows(job, first, number, before)
     store = given_rows(workload, job.prompts, job.columns, prompt_MC, job.world.device)
     source_EMC = torch.from_numpy(np.stack([home_N[order] for order in orders])).to(job.world.device)
     matrices = {"prompt_MC": prompt_MC, "sample_MC": sample_MC, "source_EMC": source_EMC}
-    return Iteration(number, config.seed, **matrices, store=store, rounds=rounds)
+    return Iteration(number, config.seed, **matrices, store=store, rounds=rounds, carried=carried)
 
 
 def _within_budget(job: Job, steps: StepOrder, number: int) -> Iteration:

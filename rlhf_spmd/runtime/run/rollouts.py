@@ -128,6 +128,8 @@ class Rollouts:
             of_row = {key: values[key][m, c] for key in keys}
             tokens = {key: row[row >= 0].tolist() for key, row in of_row.items() if shapes[key] in TOKEN_SHAPES}
             num_tokens = max((len(tokens[key]) for key in call.responses), default=0)
+            if workload.partial_steps and not num_tokens:  # it goes on in the next iteration
+                continue
             row: Record = dict(zip(PLACE, (data.number, index, sample), strict=True))
             row["prompt"] = job.prompts.texts[index]
             for key in call.responses:

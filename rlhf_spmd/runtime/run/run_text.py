@@ -127,7 +127,7 @@ def result(
     compared: its comparison with the forecast, if there was one.
     num_late: responses for which a reward function ran out of time.
     """
-    first, last, algorithm = history[0], history[-1], job.config.algorithm
+    last, algorithm = history[-1], job.config.algorithm
     headlines = [name for name in headlines_of(algorithm.metrics) if name in last]
     speed = None
     if "gen_tokens" in last:
@@ -137,7 +137,7 @@ def result(
         strategy=strategy,
         ranks=job.world.size,
         iterations=len(history),
-        headlines={name: (first.get(name, math.nan), last[name]) for name in headlines},
+        headlines={name: (next(row[name] for row in history if name in row), last[name]) for name in headlines},
         gen_tokens_per_s=speed,
         parity_max_abs=max((metrics.get("parity_max_abs", math.nan) for metrics in history), default=math.nan),
         iteration_s=whole.measured_s if whole else None,

@@ -32,7 +32,7 @@ def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
     words = job.masks(mask_words(workflow, call), rows)
     arguments = {name: rows[key] for name, key in call.arguments} | words
     given = {name: tensor.unflatten(0, leading) for name, tensor in arguments.items()}
-    kept_B = kept_of(rows, call.inputs) if call.scope in ("row", "group") else None
+    kept_B = kept_of(job.workload, rows, call.inputs) if call.scope in ("row", "group") else None
     if kept_B is not None:
         kept = kept_B.view(leading[0], -1).any(1)  # groups are dropped as a whole
         given, is_own = {name: tensor[kept] for name, tensor in given.items()}, is_own[kept]

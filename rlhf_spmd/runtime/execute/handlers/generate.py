@@ -18,6 +18,7 @@ from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import END, RESPONSES, actions_of, opened_of, rewards_of, routes_of
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, mask_of
 from rlhf_spmd.runtime.execute.job import Job, shape_of
+from rlhf_spmd.runtime.execute.partial_rollouts import begun, carry
 from rlhf_spmd.runtime.execute.rounds import only_again
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.episodes import REASONS, Episodes
@@ -42,16 +43,20 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
         ends = rollout.ends(place[0])  # of episodes that are not dropped
         if whole[0].stop == job.workload.num_mini_batches:  # rows of later mini-batches may have ended, too
             del data.generations[call.name]  # frees its memory for training
+    meter, counted = job.meter(call, data), made
+    if data.carried is not None:
+        is_over_B = carry(job, call, data, whole, made, meter)
+        counted = {name: rows[is_over_B] for name, rows in made.items()}
     for key in job.program.makes(run, job.world.rank):  # stages before the last one keep none of it
         stored = data.store.at(key, whole)
         if again_MC is None:
             stored[:] = made[key].unflatten(0, shape_of(place))
         else:
             stored[again_MC] = made[key].to(stored.dtype)
-    key, meter = call.outputs[0], job.meter(call, data)
-    prefix, num = key.removesuffix(RESPONSES), len(made[key]) if rollout.turns is None else len(ends)
-    meter.add(f"{prefix}response_length", mask_of(made, key).sum(), num)
-    meter.add(f"{prefix}ended_fraction", job.ended_of(made, key).sum(), num)
+    key = call.outputs[0]
+    prefix, num = key.removesuffix(RESPONSES), len(counted[key]) if rollout.turns is None else len(ends)
+    meter.add(f"{prefix}response_length", mask_of(counted, key).sum(), num)
+    meter.add(f"{prefix}ended_fraction", job.ended_of(counted, key).sum(), num)
     if rollout.turns is not None:
         counted = Counter(reason for reason, _ in ends)
         of_answers = (made[key] >= 0) & ~mask_of(made, key)
@@ -151,6 +156,7 @@ def _all_of_iteration(
         free_bytes=max(share * free, scratch(job.world.device).cache_bytes),
         episodes=episodes,
         max_new_tokens=generation.max_new_tokens,
+        begun=begun(job, call, data, (ALL, columns)),
         records_routes=routes_of(call.outputs[0]) in call.outputs,
         **(job.drawing | own),
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_spmd.config.options import function_labels
 from rlhf_spmd.model.sequences import Sequences, forward_by_layer, lengths_of, sequence_scores
-from rlhf_spmd.plan.calls import Infer, Measure, ModelCall
+from rlhf_spmd.plan.calls import Infer, Measure, ModelCall, is_gate
 from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS, actions_of, rewards_of, routes_of
@@ -28,6 +28,7 @@ from rlhf_spmd.runtime.execute.iteration import (
 from rlhf_spmd.runtime.execute.job import Job, shape_of
 from rlhf_spmd.runtime.execute.page_functions import read_loss, read_output
 from rlhf_spmd.runtime.execute.parity_gate import corrects, parity_gate, route_gate
+from rlhf_spmd.runtime.execute.partial_rollouts import drawn_now
 from rlhf_spmd.runtime.execute.passes import Passes
 from rlhf_spmd.runtime.generation.episodes import last_turns
 from rlhf_spmd.runtime.rewards.response_scores import Judged
@@ -70,7 +71,7 @@ class Inference(Passes):
     def __init__(self, job: Job, call: Infer, run: Run, data: Iteration):
         super().__init__(job, call, run, job.models.model(call), [])
         self.data, self.place, self.round, layout = data, job.place(run), run.round, job.layout(call)
-        prompts, responses = (data.store.at(key, self.place) for key in call.tokens)
+        prompts, responses = map(self.rows_at, call.tokens)
         scorer = job.scorer if judges(job, call) and job.scorer is not None and job.scorer.texts is not None else None
         join, lengths = (Sequences.join, lengths_of) if scorer is None else (scorer.batch, scorer.lengths)
         index_MC = data.prompt_MC[self.place]
@@ -86,6 +87,8 @@ class Inference(Passes):
             return (*rows, ended_B, index_MC[row, columns.cpu()].tolist())
 
         self.used_MC = prompts[..., 0] >= 0  # places without a row have no prompt
+        if (kept_MC := kept_of(job.workload, {call.tokens[1]: responses}, call.tokens[1:])) is not None:
+            self.used_MC &= kept_MC
         if (again_MC := data.again(self.place, run.round)) is not None:
             self.used_MC &= again_MC
         self.parts: list[tuple[int, Tensor]] = []  # of each micro-batch: its mini-batch and columns
@@ -99,10 +102,16 @@ class Inference(Passes):
             self.batches = list(map(with_routes, self.batches, given))
         self.results: list[Tensor] = []
 
+    def rows_at(self, key: str) -> Tensor:
+        """Returns what the Run reads of a key: [M, C, ...]. A gate also sees responses that go on."""
+        carried = self.data.carried
+        is_whole = carried is not None and is_gate(self.call) and key in carried.rows.columns
+        return (carried.rows if carried is not None and is_whole else self.data.store).at(key, self.place)
+
     def read(self, index: int, output_nD: Tensor) -> None:
         """Implements `Passes.read`; keeps the readout."""
         word, kept = self.call.function, self.call.kept
-        kept_BGK = self.data.store.at(kept, self.place)[self.parts[index]] if kept else None
+        kept_BGK = self.rows_at(kept)[self.parts[index]] if kept else None
         outputs = read_output(self.job, self.model, self.batches[index], output_nD, [word], kept_BGK)
         self.results.append(outputs[word])
 
@@ -130,8 +139,11 @@ class Inference(Passes):
     def compare(self, new_BG: Tensor) -> None:
         """Compares logprobs where batches are sampled ahead (the parity gate)."""
         call, data, key = self.call, self.data, self.call.responses[0]
-        rows = {one: data.store.at(one, self.place)[self.used_MC] for one in call.inputs}
-        given = rows[call.drawn], new_BG, rows[key], mask_of(rows, key)
+        rows = {one: self.rows_at(one)[self.used_MC] for one in call.inputs}
+        mask_BG = mask_of(rows, key)
+        if data.carried is not None:  # other weights drew what came before this iteration
+            mask_BG &= drawn_now(self.job.workload, data, self.place)[self.used_MC]
+        given = rows[call.drawn], new_BG, rows[key], mask_BG
         parity_gate(self.job.config, *given, self.job.meter(call, data), corrected=self.is_corrected())
 
     def is_corrected(self) -> bool:
@@ -176,7 +188,9 @@ def keep_scores(
     index_B, kept_B = data.prompt_MC[place].flatten(), None
     if (actions := actions_of(call.tokens[1])) in call.inputs:
         drawn_BG = data.store.at(actions, place).flatten(0, 1)
-        responses, kept_B = last_turns(responses, drawn_BG), kept_of({actions: drawn_BG}, [actions])
+        responses, kept_B = last_turns(responses, drawn_BG), kept_of(job.workload, {actions: drawn_BG}, [actions])
+    else:
+        kept_B = kept_of(job.workload, {call.tokens[1]: responses}, call.tokens[1:])
     if again_MC is not None:
         kept_B = again_MC.flatten() if kept_B is None else kept_B & again_MC.flatten()
     if kept_B is not None:  # nobody judges rows that are dropped

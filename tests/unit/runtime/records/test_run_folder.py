@@ -149,7 +149,7 @@ def test_the_metrics_of_ppo_keep_their_names_and_curves():
         "optimizer": "actor_grad_norm critic_grad_norm actor_lr critic_lr expert_load router_balance router_z "
         "router_entropy",
         "generation": "response_length ended_fraction parity_max_abs parity_mean_abs route_disagreement "
-        "lag lag_max_abs lag_mean_abs gen_tokens failed_groups prompts_used",
+        "lag lag_tokens held_groups lag_max_abs lag_mean_abs gen_tokens failed_groups prompts_used",
         "speed": "gen_tokens_per_s moved_bytes moved_messages generate_s tflops mfu peak_bytes iteration_s",
     }
     assert {name: group for group, names in by_group.items() for name in names.split()} == GROUPS
