@@ -181,7 +181,7 @@ def test_equals_the_twin_on_one_rank(place, case, world, overrides, alone, make_
         assert mine["parity_max_abs"] <= 1e-4  # by the weights that drew
     if config.partial_steps:
         assert [one.get("lag") for one in history] == [one.get("lag") for one in expected]
-        assert max(one.get("lag", 0) for one in history) > 1 > max(one["held_groups"] for one in history[1:]) > 0
+        assert max(one.get("lag", 0) for one in history) > 1 and min(one["held_groups"] for one in history) < 1
     else:
         assert [one["lag"] for one in history] == [0, 1, 1, 1]
         assert history[0]["lag_max_abs"] <= 1e-4 < history[2]["lag_max_abs"]
