@@ -18,7 +18,7 @@ DATA = {"prompts": "prompt", "chosen": "chosen", "rejected": "rejected"}
 ROLES = {"actor": Role("lm", lr=1e-6, saved=True), "reference": Role("lm", starts_from=("actor",))}
 VARIANTS = (
     Variant("DPO", "", "-log sigmoid(beta d)", "2305.18290"),
-    Variant("cDPO", "label_smoothing=0.1", "0.9 of that, and 0.1 of the loss of the exchanged pair", "Mitchell 2023"),
+    Variant("cDPO", "label_smoothing=0.1", "0.9 of that + 0.1 of the loss with the pair swapped", "Mitchell 2023"),
     Variant(
         "robust DPO",
         "loss=robust label_smoothing=0.1",
@@ -32,7 +32,10 @@ VARIANTS = (
     Variant("APO-down", "loss=apo_down", "sigmoid(beta c) + 1 - sigmoid(beta d)", "2408.06266"),
     Variant("RPO", "nll_coef=1", "the loss, and -log pi(chosen) / its tokens", "2404.19733"),
     Variant(
-        "SimPO", "loss=simpo beta=2 target_margin=1", "-log sigmoid(beta d - target_margin), d of means", "2405.14734"
+        "SimPO",
+        "loss=simpo beta=2 target_margin=1",
+        "-log sigmoid(beta d - target_margin), d of mean logprobs",
+        "2405.14734",
     ),
     Variant(
         "ORPO",

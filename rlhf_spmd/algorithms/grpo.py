@@ -47,19 +47,19 @@ VARIANTS = (
     Variant(
         "DPPO",
         "surrogate=dppo",
-        "sg(min(u, 20)) A log pi, without tokens whose probability A has moved by 0.2",
+        "sg(min(u, 20)) A log pi, without tokens whose probability moved over 0.2 in A's direction",
         "2602.04879",
     ),
     Variant(
         "DPPO by KL",
         "surrogate=dppo_kl",
-        "the same, without tokens that A has moved by a KL divergence of 0.2 of the token and all others",
+        "the same; the limit of 0.2 is on the KL divergence of (token, all others)",
         "2602.04879",
     ),
     Variant("two-sided clip", "dual_clip=3", "the term is at least 3 A if A < 0 (TRL's `delta`)", "1912.09729"),
     Variant("GPG", "surrogate=reinforce scale=none drop_equal_groups=true", "A log pi", "2504.02546"),
     Variant("MaxRL", "scale=mean", "A = (r - mean of the group) / mean of the group", "2602.02710"),
-    Variant("KL in the reward", "kl_in=reward kl_coef=0.001", "r less kl_coef sum log (pi / reference)", "verl"),
+    Variant("KL in the reward", "kl_in=reward kl_coef=0.001", "r - kl_coef * sum of log(pi / reference)", "verl"),
 )
 Factor = Annotated[float, Field(ge=1)]
 Rounds = Annotated[int, Field(ge=1, le=10)]

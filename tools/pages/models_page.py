@@ -9,7 +9,7 @@ from rlhf_spmd.model.families import FAMILIES
 # model_type -> models, sizes in billions of parameters, and how their own chat templates write calls of tools (a format
 # of model/texts/tool_calls.py; none: not at all; or what is in the way)
 HERMES, NONE = "`<tool_call>`, as ChatML", "none"
-GLM = "none (a name, and JSON in the next line, which it draws, is read)"
+GLM = "none (a name, and JSON in the next line, if the model writes it, is read)"
 MODELS = {
     "llama": [
         ("Llama 2", "7, 13, 70", NONE),
@@ -17,12 +17,14 @@ MODELS = {
         ("SmolLM2", "0.135, 0.36, 1.7", "1.7: " + HERMES),
     ],
     "smollm3": [("SmolLM3", "3", "none (it reads `xml_tools`, and writes no calls)")],
-    "granite": [("Granite 3", "2, 8", "none (`<\\|tool_call\\|>[...]`, which it draws, is read)")],
+    "granite": [("Granite 3", "2, 8", "none (`<\\|tool_call\\|>[...]`, if the model writes it, is read)")],
     "gemma": [("Gemma 1", "2, 7", NONE)],
     "gemma2": [("Gemma 2", "2, 9, 27", NONE)],
     "gemma3_text": [("Gemma 3, text", "0.27, 1", NONE), ("Gemma 3, its part for text", "4, 12, 27", NONE)],
     "vaultgemma": [("VaultGemma", "1", "no template")],
-    "mistral": [("Mistral", "7", "`[TOOL_CALLS] [...]`; the user's second message moves the tools, which is refused")],
+    "mistral": [
+        ("Mistral", "7", "`[TOOL_CALLS] [...]`; tools move to the last message of the user, so a second one is refused")
+    ],
     "qwen2": [("Qwen2, Qwen2.5", "0.5, 1.5, 3, 7, 14, 32, 72", HERMES)],
     "qwen3": [("Qwen3", "0.6, 1.7, 4, 8, 14, 32", HERMES + "; drops thinking of earlier turns, which is refused")],
     "phi3": [
