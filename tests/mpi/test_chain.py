@@ -83,7 +83,7 @@ CASES = [("separation", case) for case in OPTIONS]
 CASES += [("separation 1", "state"), ("apart", "ppo"), ("halves", "state"), ("halves", "ppo"), ("beside", "state")]
 CASES += [("trained on halves", "state"), ("scattered", "ppo"), ("scattered", "whole")]
 MORE = [("separation", "rloo"), ("separation", "reinforce_plus_plus"), ("separation 1", "state")]
-MORE += [("halves", "ppo"), ("scattered", "ppo")]  # of the same: others have their calls or their placement
+MORE += [("halves", "ppo"), ("halves", "state"), ("scattered", "ppo")]  # of the same: others have their calls or their placement
 
 
 class Chained(RunOf):

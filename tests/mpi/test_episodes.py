@@ -22,7 +22,6 @@ from tests.unit.runtime.generation.test_episodes import Scripted
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
-    pytest.mark.slow_at(5, 8),
     pytest.mark.usefixtures("cheap_garbage_collection"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
@@ -63,9 +62,14 @@ PLACES = {
     "separation in both": partial(separation.place, generation_pp=2, generation_tp=2),
 }
 LEAST_RANKS = {"flattening in both": 4, "separation in slices": 4, "separation in stages": 4, "separation in both": 8}
+AT_TWO, AT_BOTH = ("flattening in slices", "flattening in stages"), ("staged",)  # ranks in `make test`; others at four
 
 
-@pytest.mark.parametrize("name", PLACES)
+def marks_of(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.slow_at(5, 8) if name in AT_BOTH else pytest.mark.slow_at(4 if name in AT_TWO else 2, 5, 8)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in PLACES])
 def test_episodes_are_those_of_one_rank(name, world, shared_folder, make_group):
     place = PLACES[name]
     if " in " in name and (world.size < LEAST_RANKS.get(name, 2) or world.size % 2):

@@ -170,6 +170,9 @@ SLOW = {  # only in `make test-slow`: others find the same mistakes
     ("dp2 pp2 tp2", "7 rows"),
     ("reallocation", "3 rows"),
     ("apart", "3 rows"),
+    ("tp4", "plain"),
+    ("other partners", "7 rows"),
+    ("offload", "7 rows"),
 }
 
 
