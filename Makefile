@@ -5,8 +5,8 @@ BIN := .venv/bin
 CONSTRAINTS ?= constraints.txt
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 MPIRUN := $(BIN)/mpirun
-# of torch 2.11, 2.12.0, and 2.12.1 and 2.13 for CUDA
-TRITONS := 3.6.0 3.7.0 3.7.1
+# of torch 2.11, 2.12.0, 2.12.1 and 2.13, and 2.14 for CUDA
+TRITONS := 3.6.0 3.7.0 3.7.1 3.8.0
 SMOLLM2 := .cache/smollm2-135m
 SOURCES := rlhf_spmd kernels strategies bench tests tools
 

@@ -3,7 +3,7 @@
 For a small message that takes less time than NCCL's steps. The kernel is torch's (torch.ops.symm_mem): it adds in the
 order of the ranks and rounds after each, so that all ranks have the same bits. A part is copied to the memory that the
 ranks share by a kernel before: torch's operator that copies in the same kernel tells the other ranks that their part is
-there before all of its threads have written it (torch 2.11 to 2.13).
+there before all of its threads have written it (torch's source in 2026).
 
 Ranks use it if all of them can, and if a first sum has the bits of `in_order`; else, and for larger messages, NCCL.
 """

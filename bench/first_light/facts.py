@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from bench.first_light.steps import FACTS, GPU, MPI, STEPS, TWO_GPUS, Found, Light
@@ -55,8 +56,7 @@ def missing(dry: bool) -> list[str]:
 
 def is_here(name: str, dry: bool) -> bool:
     if name in (GPU, TWO_GPUS):
-        import_torch, least = importlib.util.find_spec("torch") is not None, 1 if name == GPU else 2
-        return dry or (import_torch and runs(f"import torch, sys; sys.exit(torch.cuda.device_count() < {least})"))
+        return dry or num_gpus() >= (1 if name == GPU else 2)
     if name == MPI:
         return runs("from mpi4py import MPI")
     if name == "mpiexec":
@@ -64,6 +64,14 @@ def is_here(name: str, dry: bool) -> bool:
     if name == "compute-sanitizer":
         return dry or shutil.which(name) is not None
     return importlib.util.find_spec(name) is not None
+
+
+@cache
+def num_gpus() -> int:
+    """Returns how many GPUs torch finds in a process of its own; none if it can't be asked."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    found = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False).stdout.split()
+    return int(found[-1]) if found and found[-1].isdigit() else 0
 
 
 def runs(code: str) -> bool:

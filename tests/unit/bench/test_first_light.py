@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.first_light import first_light
-from bench.first_light.steps import STEPS, Step
+from bench.first_light import facts, first_light
+from bench.first_light.steps import GPU, STEPS, TWO_GPUS, Step
 from bench.rows import read_rows
 from tests.run_mpi import REPOSITORY
 
@@ -90,3 +90,14 @@ def test_a_dry_walk_of_all_steps(tmp_path):
     assert steps_with_rows == {name for name, row in found.items() if row["verdict"] == "passed"}
     files = {path.name for path in tmp_path.iterdir()}
     assert {"calibration.json", "decode-2-rows.json.gz"} <= files and len(files) <= 8
+
+
+@pytest.mark.parametrize(("code", "num"), [("print('a warning'); print(2)", 2), ("print(0)", 0), ("raise OSError", 0)])
+def test_gpus_are_counted_by_another_process(code, num, tmp_path, monkeypatch):
+    """Once: torch takes seconds to import, from a cold disk a minute."""
+    (tmp_path / "torch.py").write_text(f"class cuda:\n    device_count = lambda: {num}\n{code}\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    facts.num_gpus.cache_clear()
+    assert facts.num_gpus() == num
+    assert (facts.is_here(GPU, dry=False), facts.is_here(TWO_GPUS, dry=False)) == (num > 0, num > 1)
+    facts.num_gpus.cache_clear()

@@ -36,6 +36,7 @@ def installed(folder: Path, name: str, version: str, *requires: str) -> None:
         ("constraints-cuda.txt", "2.11.0+cu126", "3.6.0"),
         ("constraints-cuda.txt", "2.12.0+cu132", "3.7.0"),
         ("constraints-cuda.txt", "2.13.0+cu126", "3.7.1"),
+        ("constraints-cuda.txt", "2.14.1+cu126", "3.8.0"),
         ("constraints.txt", "2.13.0", "3.7.1"),  # what a public index has
         ("constraints.txt", "2.13.0+cpu", "3.9.0"),
     ],
