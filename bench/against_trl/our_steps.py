@@ -92,10 +92,10 @@ def ends_at(lengths: list[int]) -> Iterator[None]:
     """Gives each request of an iteration a limit of its own."""
     real = Engine.submit
 
-    def submit(engine: Engine, prompts, bits_RG, sampling):
+    def submit(engine: Engine, prompts, bits_RG, sampling, begun=None):
         assert len(prompts) == len(lengths), (len(prompts), len(lengths))
         own = [replace(sampling, max_new_tokens=length, min_new_tokens=length) for length in lengths]
-        return real(engine, prompts, bits_RG, own)
+        return real(engine, prompts, bits_RG, own, begun)
 
     with patch.object(Engine, "submit", submit):
         yield

@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass, field, replace
 
-from rlhf_spmd.plan.calls import Compute, Generate, ModelCall, Train
+from rlhf_spmd.plan.calls import Compute, Generate, ModelCall, Train, is_gate
 from rlhf_spmd.plan.cost.answers import generate_s
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.memory import places_of
+from rlhf_spmd.plan.cost.partial import drawing, parts_of
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.cost.simulate import Forecast, Times, simulate
 from rlhf_spmd.plan.layout import Layout, cut
@@ -134,8 +135,13 @@ class _Costs:
         return passes
 
     def _rows(self, run: Run, num_rows: int) -> int:
-        """Returns how many of some rows a Run is forecast to compute: in later rounds those of groups that fail."""
-        share: float = self.program.workload.failed_groups**run.round
+        """Returns how many of some rows a Run is forecast to compute: in later rounds those of groups that fail, and of
+        responses that take several iterations those that it draws, or that have ended."""
+        workload = self.program.workload
+        share: float = workload.failed_groups**run.round
+        if workload.partial_steps and not is_gate(call := workload.workflow.call(run.call)):
+            parts = parts_of(workload)
+            share = parts.drawn if isinstance(call, Generate) else parts.ended
         return math.ceil(share * num_rows)
 
     def _generate_s(self, call: ModelCall, rank: int, run: Run) -> float:
@@ -152,8 +158,12 @@ class _Costs:
             places = min(places, self.program.placement.decode_mini_batches * len(columns))
         key = (run.call, rank, columns, run.round)
         if key not in self.done_s:
+            cost = self.cost
+            if workload.partial_steps:
+                cost, carried = replace(cost, workload=drawing(workload)), round(parts_of(workload).carried)
+                rows = [(prompt + carried, cost.workload.row_lengths[1]) for prompt, _ in rows]
             parts = 1 if run.mini_batch is None else workload.num_mini_batches
-            self.done_s[key] = generate_s(self.cost, call, layout, rank, rows, places, parts)
+            self.done_s[key] = generate_s(cost, call, layout, rank, rows, places, parts)
         done_s = self.done_s[key]
         if run.mini_batch is None:
             return max(done_s)

@@ -233,10 +233,11 @@ def rows_bytes(program: Program, rank: int) -> int:
                 for key in keys(call, layout, rank) if columns else ():
                     held.setdefault(key, set()).add(some)
     total = 0
-    for generate in workload.workflow.generate_calls:  # routes are also where they are recorded
+    for generate in workload.workflow.generate_calls:  # also where routes are recorded, and what goes on
         layout = placement.layouts[generate.name]
         rows = workload.num_mini_batches * len(layout.columns(rank, workload.mini_batch)) if rank in layout.ranks else 0
-        total += sum(rows * workload.row_bytes(key) for key in generate.outputs if key.endswith(ROUTES))
+        twice = [key for key in generate.outputs if workload.partial_steps or key.endswith(ROUTES)]
+        total += sum(rows * workload.row_bytes(key) for key in twice)
     for key, ranges in held.items():
         rows = workload.num_mini_batches * sum(map(len, merged(ranges)))
         total += rows * workload.row_bytes(key) * batches_of(placement.ahead, workload, key)
