@@ -65,12 +65,12 @@ def write_inputs(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text("".join(chosen), encoding="utf-8")
 
 
-def config_of(algorithm: str, folder: Path) -> Config:
+def config_of(algorithm: str, folder: Path, limit: int = LIMIT, places: int = PLACES) -> Config:
     """Returns the options of 64 responses in four mini-batches; no response ends by itself."""
     words = [f"models.actor={folder / 'actor'}", f"models.reward={folder / 'reward'}"]
     words += [f"data.prompts={folder / 'prompts.jsonl'}", f"data.max_prompt={PROMPT}", "num_samples=0"]
-    words += [f"generation.{name}_new_tokens={LIMIT}" for name in ("min", "max")]
-    words += [f"generation.max_sequences={PLACES}"]
+    words += [f"generation.{name}_new_tokens={limit}" for name in ("min", "max")]
+    words += [f"generation.max_sequences={places}"]
     words += [f"mini_batch={MINI_BATCH}", f"micro_batch={MICRO_BATCH}", f"iterations={ITERATIONS}"]
     return presets.load("tiny", [*words, *ALGORITHMS[algorithm]], algorithm=algorithm)
 
@@ -85,10 +85,10 @@ def programs(config: Config, size: int) -> Iterator[tuple[str, Program]]:
             print(f"{size} ranks, {name}: left out: {error}")
 
 
-def length_at(share: float, lengths: LengthDistribution) -> int:
+def length_at(share: float, lengths: LengthDistribution, limit: int = LIMIT) -> int:
     """Returns the number of tokens that this share of all responses does not exceed."""
     cell = int((lengths.survival > 1.0 - share).sum()) - 1
-    return max(1, min(LIMIT, math.ceil(lengths.step * (cell + 0.5))))
+    return max(1, min(limit, math.ceil(lengths.step * (cell + 0.5))))
 
 
 def shuffled(bits: Sequence[int], lengths: LengthDistribution) -> dict[int, int]:
@@ -109,25 +109,27 @@ def layer_s(context: Any, tp: int, *, trains: bool) -> float:
 
 
 @contextmanager
-def planted() -> Iterator[dict[int, int]]:
+def planted(tokens: dict[Any, int] | None = None) -> Iterator[dict[Any, int]]:
     """Lets layers sleep; yields the tokens of rows by their first random bits, which the caller may change. A row that
     is not there has as many as it is asked for."""
     from rlhf_spmd.model.transformer import Layer
     from rlhf_spmd.runtime.generation.engine import Engine
 
     forward, submit = Layer.forward, Engine.submit
-    tokens: dict[int, int] = {}
+    tokens = {} if tokens is None else tokens
 
-    def slow(self: Any, x: Any, turns: Any, context: Any) -> Any:
+    def slow(self: Any, x: Any, turns: Any, context: Any, *others: Any) -> Any:
         group = self._modules["self_attn"].group  # plain attributes are functions while an engine runs
         time.sleep(layer_s(context, 1 if group is None else group.size(), trains=x.requires_grad))
-        return forward(self, x, turns, context)
+        return forward(self, x, turns, context, *others)
 
-    def spread(self: Any, prompts: Any, bits_RG: Any, sampling: Any) -> range:
+    def spread(self: Any, prompts: Any, bits_RG: Any, sampling: Any, begun: Any = None) -> range:
         if tokens:
-            numbers = [tokens.get(bits, sampling.max_new_tokens) for bits in bits_RG[:, 0].tolist()]
-            sampling = [dataclasses.replace(sampling, max_new_tokens=one, min_new_tokens=one) for one in numbers]
-        return submit(self, prompts, bits_RG, sampling)
+            each = sampling if isinstance(sampling, list) else [sampling] * len(bits_RG)
+            pairs = zip(bits_RG[:, 0].tolist(), each, strict=True)
+            numbers = [min(tokens.get(bits, one.max_new_tokens), one.max_new_tokens) for bits, one in pairs]
+            sampling = [dataclasses.replace(each[0], max_new_tokens=one, min_new_tokens=one) for one in numbers]
+        return submit(self, prompts, bits_RG, sampling, begun)
 
     Layer.forward, Engine.submit = slow, spread
     try:

@@ -82,7 +82,7 @@ class Loop:
         """Returns the data of an iteration. Ahead they have been sampled, by the prologue if need be, and the next ones
         become those in flight, if there is a next iteration."""
         if not self.is_ahead:
-            return make_iteration(self.job, number)
+            return make_iteration(self.job, number, self.now)
         data = self.in_flight
         if data is None:
             self.in_flight = data = make_iteration(self.job, number)
