@@ -88,7 +88,8 @@ def _without_effect(config: Config) -> Iterator[Rule]:
 def _of_training(config: Config) -> list[Rule]:
     generation, optimizer = config.generation, config.optimizer
     batch, limits = "rollout_batch samples_per_prompt mini_batch", "generation.min_new_tokens generation.max_new_tokens"
-    sequences = config.rollout_batch * config.samples_per_prompt
+    batch += " episode.rows" if config.episode.rows > 1 else ""
+    sequences = config.rollout_batch * config.rows_per_prompt
     num_steps = sequences // config.mini_batch * int(config.options.epochs)
     restricts = (generation.top_p < 1 or generation.min_p > 0) and not generation.top_k
     return [
@@ -191,10 +192,29 @@ def _of_rewards(config: Config) -> list[Rule]:
 
 
 def _of_environments(config: Config) -> list[Rule]:
-    algorithm, options = config.algorithm, config.options
+    algorithm, options, rows = config.algorithm, config.options, config.episode.rows
     if not config.environment:
         return []
+    computes = algorithm.workflow(options).computes
+    others = ", ".join(call.function for call in computes if call.scope != "group") or "no function of groups"
+    by_rows = getattr(options, "overlong", "keep") != "keep" or any(call.scope != "group" for call in computes)
     return [
+        (
+            "episode.rows reward_function",
+            rows > 1 and (config.reward_function or not config.only_function),
+            "the reward of an episode, which its agent returns, is that of all of its rows; drop the reward function",
+        ),
+        (
+            "episode.rows",
+            rows > 1 and (by_rows or not computes),
+            f"algorithm {algorithm.name} with these options does not compare whole episodes ({others}); choose grpo or "
+            "rloo, without turn_rewards, oversampling and overlong",
+        ),
+        (
+            "episode.rows mini_batch",
+            config.mini_batch % rows,
+            "a mini-batch has whole episodes: make it a multiple of the first",
+        ),
         (
             "episode.max_row_tokens generation.max_new_tokens",
             0 < config.episode.max_row_tokens < config.generation.max_new_tokens,

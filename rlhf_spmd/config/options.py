@@ -105,6 +105,9 @@ class Episode:
     # time limit in seconds for a tool call, which is then answered with an error; 0: no limit
     tool_timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 60.0
     timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 0.0  # time limit in seconds for an episode; 0: no limit
+    # largest number of conversations of an agent's episode; each is a sequence of the batch, with limits of its own;
+    # forecasts assume that all are used
+    rows: Annotated[int, Field(ge=1, le=1024)] = 1
     # what to do when an environment and its three restarts have failed: stop the run, or drop_group: drop the samples
     # of the prompt from training and evaluation
     on_failure: Literal["stop", "drop_group"] = "stop"
@@ -326,6 +329,11 @@ class Config(OptionTree):
         return bool(self.reward_function or self.environment) and self.reward_function_mode == "replace"
 
     @property
+    def rows_per_prompt(self) -> int:
+        """The sequences of a prompt in the batch."""
+        return self.samples_per_prompt * self.episode.rows
+
+    @property
     def row_tokens(self) -> int:
         """The limit on the length of a response, with what an environment answers."""
         return self.episode.max_row_tokens or self.generation.max_new_tokens
@@ -475,7 +483,8 @@ def make_workload(config: Config) -> Workload:
     return Workload(
         workflow=workflow,
         models=shapes,
-        **{name: getattr(config, name) for name in SIZES},
+        **{name: getattr(config, name) for name in SIZES} | {"samples_per_prompt": config.rows_per_prompt},
+        episode_rows=config.episode.rows,
         epochs=config.options.epochs,
         max_prompt=config.data.max_prompt,
         max_response=config.row_tokens,

@@ -166,14 +166,17 @@ def _repeats_drawn(call: Call, workflow: Workflow) -> bool:
     return is_pass and bool(call.outputs) and call.model in {one.model for one in workflow.generate_calls}
 
 
-def split_groups(layout: Layout, workload: Workload, call: str, option: str) -> Iterator[str]:
-    """Yields the problem of a call that gives a rank a part of a group, where an option needs whole ones."""
-    size = workload.group_size
+def split_groups(layout: Layout, workload: Workload, call: str, option: str, rows: int = 0) -> Iterator[str]:
+    """Yields the problem of a call that gives a rank a part of a group, where an option needs whole ones. rows: of an
+    episode, which is then meant in place of a group."""
+    size, whole = workload.group_size, "a group of samples_per_prompt"
+    if rows:
+        size, whole = rows, "an episode of episode.rows"
     columns = [layout.columns(rank, workload.mini_batch) for rank in layout.ranks]
     if any(part.start % size or part.stop % size for part in columns):
         yield (
             f"{option}: {call} spreads mini_batch={workload.mini_batch} rows over {layout.dp} ranks so that some "
-            f"have a part of a group of samples_per_prompt={size}; choose mini_batch as a multiple of "
+            f"have a part of {whole}={size}; choose mini_batch as a multiple of "
             f"{size * layout.dp}, or generate on fewer ranks"
         )
 

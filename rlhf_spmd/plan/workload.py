@@ -198,6 +198,7 @@ class Workload:
 
     models: shape per model name; None for a model that is a Python function (a reward function) and has no weights.
     rollout_batch: prompts per iteration.
+    samples_per_prompt: sequences of each; episode_rows neighbouring ones are one episode.
     mini_batch: sequences per optimizer step; both global.
     micro_batch: sequences per forward on one data-parallel shard.
     max_prompt, max_response: tokens.
@@ -227,6 +228,7 @@ class Workload:
     state_sums: tuple[str, ...] = ()  # of computes, from which the state of the next iteration follows
     failed_groups: float = field(default=0.5, repr=False)  # forecast share of the groups that are drawn again
     partial_steps: int = 0  # tokens of a response in an iteration (proof/token_lags.py), below max_response; 0: all
+    episode_rows: int = 1
 
     @property
     def num_sequences(self) -> int:
@@ -235,8 +237,10 @@ class Workload:
 
     @property
     def group_size(self) -> int:
-        """Rows that are neighbours in the matrix: the samples of a prompt if a compute has scope "group", else 1."""
-        return self.samples_per_prompt if any(call.scope == "group" for call in self.workflow.computes) else 1
+        """Rows that are neighbours in the matrix: the samples of a prompt if a compute has scope "group", else the rows
+        of an episode."""
+        is_whole = any(call.scope == "group" for call in self.workflow.computes)
+        return self.samples_per_prompt if is_whole else self.episode_rows
 
     @property
     def rounds(self) -> int:

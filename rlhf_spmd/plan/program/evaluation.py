@@ -54,7 +54,8 @@ def evaluation_program(
         models[judged.model] = None
         layouts[judged.name] = Layout.data_parallel(layouts[judged.name].ranks)
     sized = replace(workload, max_response=max_response, forecast_lengths=None, partial_steps=0)
-    return _program(replace(training, workload=sized), calls, layouts, models, num_prompts, samples_per_prompt)
+    num_rows = samples_per_prompt * workload.episode_rows
+    return _program(replace(training, workload=sized), calls, layouts, models, num_prompts, num_rows)
 
 
 def precompute_program(training: Program, *, num_rows: int) -> Program:

@@ -88,18 +88,19 @@ def _parts(sizes: dict[str, int]) -> str:
 def vain_streaming(program: Program) -> list[str]:
     """Returns why the streaming that a placement asks for has no effect, as predicates; empty if it has one."""
     reasons, workload = [], program.workload
+    rows = "samples_per_prompt" + " x episode.rows" * (workload.episode_rows > 1)
     asks = program.placement.stream and not program.placement.ahead
     if asks and not program.placement.streams(workload):
         whole = [call for call in workload.workflow.calls if workload.needs_batch(call)]
         names = ", ".join(call.name for call in whole)
         fix = "choose options by which a mini-batch is enough"
         if workload.rounds == 1 and any(isinstance(call, Compute) and call.scope == "group" for call in whole):
-            fix = f"make mini_batch a multiple of samples_per_prompt, {workload.samples_per_prompt}"
+            fix = f"make mini_batch a multiple of {rows}, {workload.samples_per_prompt}"
         reasons.append(f"is off, because {names} needs all rows of the iteration before the first step; {fix}")
     if asks and workload.num_mini_batches == 1:
         reasons.append(
             "has nothing to overlap, because an iteration is one mini-batch (mini_batch = rollout_batch x "
-            f"samples_per_prompt = {workload.mini_batch}): lower mini_batch or raise rollout_batch"
+            f"{rows} = {workload.mini_batch}): lower mini_batch or raise rollout_batch"
         )
     return reasons
 

@@ -123,7 +123,7 @@ def show_evaluation(program: Program, columns: int | None = None) -> str:
     columns: of `table`.
     """
     workload = program.workload
-    samples = workload.samples_per_prompt
+    samples = workload.samples_per_prompt // workload.episode_rows
     title = f"An evaluation of {workload.rollout_batch} prompts, with {samples} sample{'s' * (samples > 1)} of each"
     parts = ["", title, table(_calls(program), columns)]
     return "\n".join([*parts, *(["", _transfers(program, columns)] if program.transfers else [])])

@@ -3,18 +3,25 @@ client of OpenAI's form.
 
 Each request is a turn. The first one opens the row. Each later one must extend the conversation: its messages are
 compared with those of the requests before and with the answers that were given out, and only what is new is appended
-to the row, so what the model drew stays as it is. A request that says something else is answered with an error, as a
-service does; one that would change how the model draws ends the run. A copy of a request that waits, which a client
-sends when its connection broke, gets the same answer.
+to the row, so what the model drew stays as it is. A request that says something else opens a further row if the episode
+has one, as does one that is sent while others wait; else it is answered with an error, as a service does. One that
+would change how the model draws ends the run. A copy of a request that waits, which a client sends when its connection
+broke, gets the same answer.
+
+A row has a key that does not depend on when its first request came: a hash of its messages and tools, and how many
+rows these have opened before.
 """
 
 import asyncio
+import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from rlhf_spmd.errors import UserError
@@ -65,8 +72,9 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Conversation:
-    """What has been said in an episode, as chat templates take it."""
+    """What has been said in a row, as chat templates take it. roles: of messages that may be added."""
 
+    roles: Sequence[str] = ANSWER_ROLES
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
 
@@ -90,12 +98,22 @@ class Conversation:
                 )
             if tools != self.tools:
                 raise Refused(CHANGED, "the tools of the request are not those of the first request of this episode")
-            others = [message["role"] for message in asked[num:] if message["role"] not in ANSWER_ROLES]
+            others = [message["role"] for message in asked[num:] if message["role"] not in self.roles]
             if others or len(asked) == num:
                 said = f"a message of the role {others[0]}" if others else "nothing"
                 raise Refused(CHANGED, f"the request adds {said}: add messages of tools or of the user")
         self.tools, self.messages = tools, asked
         return asked[num:]
+
+    def is_extended_by(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> bool:
+        """Returns whether a request extends the conversation. Raises Refused for messages that cannot be read."""
+        try:
+            replace(self).added(messages, tools)
+        except Refused as error:
+            if error.code != CHANGED:
+                raise
+            return False
+        return True
 
 
 def plain(message: Mapping[str, Any]) -> Message:
@@ -156,57 +174,52 @@ class Request:
     answer: asyncio.Future[dict[str, Any]]
 
 
-class AgentSession(Session):
-    """An agent, which runs as a task of its own between its requests.
+class AgentRow(Session):
+    """A row of an agent's episode, as its rank asks for it. key: of the row; empty: it has not been opened."""
 
-    home: its endpoint.Endpoint, which gives it a client.
-    """
-
-    home: Any
-
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
-        self.conversation = Conversation()
+    def __init__(self, episode: "AgentSession"):
+        self.episode = episode
+        self.conversation, self.key = Conversation(episode.home.extends), ""
         self.waiting: Request | None = None
         self.events: asyncio.Queue[Request | float | BaseException] = asyncio.Queue()
-        self.num_refused = self.num_changed = self.turn = 0
+        self.turn = 0
         self.limit_answer: Any = None  # what a turn said that a limit cut
-        self.is_over = self.has_ended = False
-
-    # ---- the rank's side --------------------------------------------------------------------------------------------
+        self.has_begun = self.is_over = self.has_ended = False
 
     async def begin(self, start: Start) -> Opening:
-        self.name = start.episode_id
-        client = self.home.enter(self)
-        self.task = asyncio.create_task(self._run(client, start))
+        self.has_begun = True
+        self.episode.start(start)
         event = await self._next()
-        if not isinstance(event, Request):
+        if isinstance(event, Request):
+            return Opening(messages=event.added, tools=self.conversation.tools, key=self.key)
+        if self is self.episode.rows[0]:
             raise UserError("the agent returned before it asked the model: let it send a request in each episode")
-        return Opening(messages=event.added, tools=self.conversation.tools)
+        return Opening()
 
     async def step(self, text: Any) -> Step:
         """Gives the answer of the model to the request that waits, and returns the next request."""
         self._give(text)
-        before = self.num_changed
         event = await self._next()
-        changed = self.num_changed - before
         if isinstance(event, Request):
-            return Step(event.added, num_changed=changed)
+            return Step(event.added, num_changed=self.episode.changed() if self.is_alone else 0)
         self.has_ended = True
-        return Step(reward=event, is_done=True, num_changed=changed)
+        return Step(reward=event, is_done=True, num_changed=self.episode.changed())
 
     def cut(self, text: Any) -> None:
         self.limit_answer = text
 
     async def reward(self) -> float:
-        """Ends an agent whose episode a limit has ended. What it raises then is worth nothing."""
+        """Ends a row that a limit has ended. What its agent raises then is worth nothing."""
         if self.has_ended:
             return 0.0
         self.is_over = True
         if self.limit_answer is not None:
             self._give(self.limit_answer)
         elif self.waiting is not None:
-            self.waiting.answer.set_exception(Refused(*OVER))
+            request, self.waiting = self.waiting, None
+            if self.turn:  # it extends the row, and does so again if it is repeated
+                del self.conversation.messages[-len(request.added) :]
+            request.answer.set_exception(Refused(*OVER))
         try:
             event = await self._next()
             assert not isinstance(event, Request), "requests are refused by now"
@@ -216,12 +229,10 @@ class AgentSession(Session):
         except Exception:
             return 0.0
 
-    async def close(self) -> None:
-        self.is_over = True
-        self.home.leave(self)
-        self.task.cancel()
-        if self.waiting is not None and not self.waiting.answer.done():
-            self.waiting.answer.cancel()
+    @property
+    def is_alone(self) -> bool:
+        """Whether its episode has no other row."""
+        return len(self.episode.rows) == 1
 
     async def _next(self) -> Request | float:
         """Waits for what the agent does next. Raises what it raises."""
@@ -234,11 +245,65 @@ class AgentSession(Session):
         """Answers the request that waits."""
         assert self.waiting is not None, "a request waits for each turn"
         request, self.waiting = self.waiting, None
-        answer = completion(said, request.body, f"{self.name}-{self.turn}")
+        name = f"{self.episode.name}-{self.turn}" if self.is_alone else f"{self.episode.name}-{self.key}-{self.turn}"
+        answer = completion(said, request.body, name)
         self.turn += 1
         self.conversation.messages.append(plain(answer["choices"][0]["message"]))
         if not request.answer.done():
             request.answer.set_result(answer)
+
+    def take(self, body: dict[str, Any]) -> Request:
+        """Takes a request that extends the row, or opens it. Raises Refused."""
+        added = self.conversation.added(body.get("messages") or [], body.get("tools") or None)
+        self.waiting = Request(body, added, asyncio.get_running_loop().create_future())
+        self.events.put_nowait(self.waiting)
+        return self.waiting
+
+
+class AgentSession(Session):
+    """An agent, which runs as a task of its own between its requests.
+
+    home: its endpoint.Endpoint, which gives it a client.
+    opened: the numbers of rows that an earlier object of this episode has opened, by their keys.
+    """
+
+    home: Any
+    opened: Mapping[str, int] = MappingProxyType({})
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.rows: list[AgentRow] = []
+        self.task: asyncio.Task[None] | None = None
+        self.num_refused = self.num_changed = 0
+        self.is_closed = False
+        self.num_opened: Counter[str] = Counter()  # rows by the hash of what opened them
+
+    # ---- the rank's side --------------------------------------------------------------------------------------------
+
+    def row(self, index: int) -> AgentRow:
+        self.rows = self.rows or [AgentRow(self) for _ in range(self.home.num_rows)]
+        return self.rows[index]
+
+    def start(self, start: Start) -> None:
+        """Starts the agent, once."""
+        if self.task is None:
+            self.name = start.episode_id
+            client = self.home.enter(self)
+            self.task = asyncio.create_task(self._run(client, start))
+
+    def changed(self) -> int:
+        """Returns how many requests have been refused since the last call because they changed the conversation."""
+        num, self.num_changed = self.num_changed, 0
+        return num
+
+    async def close(self) -> None:
+        self.is_closed = True
+        self.home.leave(self)
+        if self.task is not None:
+            self.task.cancel()
+        for row in self.rows:
+            if row.waiting is not None and not row.waiting.answer.done():
+                row.waiting.answer.cancel()
 
     # ---- the agent's side -------------------------------------------------------------------------------------------
 
@@ -247,38 +312,66 @@ class AgentSession(Session):
         try:
             result = await self.function(client, **values)
             with checking("the agent", result, "the reward, a number"):
-                self.events.put_nowait(number(result))
+                self._tell(number(result))
         except BaseException as error:
-            self.events.put_nowait(error)
+            is_limit = isinstance(error, Exception) and not isinstance(error, UserError)
+            is_limit = is_limit and len(self.rows) > 1 and any(row.is_over for row in self.rows)
+            self._tell(0.0 if is_limit else error)
+
+    def _tell(self, event: float | BaseException) -> None:
+        """Tells all rows of the end."""
+        for row in self.rows:
+            row.events.put_nowait(event)
 
     async def create(self, body: dict[str, Any], *, is_again: bool = False) -> dict[str, Any]:
         """Answers a request with a completion. Raises Refused. is_again: its client says that it has sent it before."""
         try:
-            if self.is_over:
+            if self.is_closed or (len(self.rows) == 1 and self.rows[0].is_over):
                 raise Refused(*OVER)
-            if not is_again or self.waiting is None or self.waiting.body != body:
-                self._take(body)
+            waiting = [row.waiting for row in self.rows if row.waiting is not None and row.waiting.body == body]
+            request = waiting[0] if is_again and waiting else self._take(body)
         except Refused as error:
             self.num_refused += 1
             self.num_changed += error.code == CHANGED
             if self.num_refused > MOST_REFUSED:
-                self.events.put_nowait(UserError(f"the agent goes on after {MOST_REFUSED} errors such as: {error}"))
+                self._tell(UserError(f"the agent goes on after {MOST_REFUSED} errors such as: {error}"))
             raise
-        assert self.waiting is not None
-        return await asyncio.shield(self.waiting.answer)
+        return await asyncio.shield(request.answer)
 
-    def _take(self, body: dict[str, Any]) -> None:
+    def _take(self, body: dict[str, Any]) -> Request:
         """Takes a new request. Raises Refused."""
         wrong = refused_option(body, self.home.drawing)
         wrong = f"a request of the agent has {wrong}" if wrong else wrong
-        if self.waiting is not None:
-            wrong = "the agent sends a request while another one waits: let it send one after the other"
+        if len(self.rows) == 1 and self.rows[0].waiting is not None:
+            wrong = (
+                "the agent sends a request while another one waits: let it send one after the other, or give an "
+                "episode several rows (episode.rows=4)"
+            )
         if wrong:
-            self.events.put_nowait(UserError(wrong))
+            self._tell(UserError(wrong))
             raise Refused("invalid_request", wrong)
-        added = self.conversation.added(body.get("messages") or [], body.get("tools") or None)
-        self.waiting = Request(body, added, asyncio.get_running_loop().create_future())
-        self.events.put_nowait(self.waiting)
+        return self._row_of(body.get("messages") or [], body.get("tools") or None).take(body)
+
+    def _row_of(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> AgentRow:
+        """Returns the row that a request extends, or else one that it opens. Raises Refused."""
+        if len(self.rows) == 1 and self.rows[0].key:
+            return self.rows[0]
+        for row in self.rows:
+            if row.key and row.waiting is None and row.conversation.is_extended_by(messages, tools):
+                if row.is_over:
+                    raise Refused(*OVER)
+                return row
+        text = json.dumps([list(map(plain, messages)), tools], sort_keys=True)
+        begin = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+        key, known = f"{begin}-{self.num_opened[begin]}", self.opened.values()
+        free = [row for index, row in enumerate(self.rows) if not row.key and index not in known]
+        free = [self.rows[self.opened[key]]] if key in self.opened else free
+        if not free:
+            num = len(self.rows)
+            raise Refused(CHANGED, f"the request extends none of the {num} rows of this episode: raise episode.rows")
+        self.num_opened[begin] += 1
+        free[0].key = key
+        return free[0]
 
 
 @contextmanager

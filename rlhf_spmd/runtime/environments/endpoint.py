@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from email.message import Message
@@ -26,6 +26,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from rlhf_spmd.runtime.environments.agents import AgentSession, Refused, chunks
+from rlhf_spmd.runtime.environments.native import ANSWER_ROLES
 
 HOST, PATH = "127.0.0.1", "/v1/chat/completions"
 AGAIN = "x-stainless-retry-count"  # of OpenAI's package
@@ -40,12 +41,14 @@ _key: ContextVar[str] = ContextVar("key", default="")  # of the episode
 class Endpoint:
     """The agents of a worker by the keys of their episodes."""
 
-    def __init__(self, drawing: Mapping[str, Any]):
+    def __init__(self, drawing: Mapping[str, Any], num_rows: int = 1, extends: Sequence[str] = ANSWER_ROLES):
         """Binds a port, and tells it to clients of this process, also those that are made when a file is imported.
 
         drawing: see refused_option.
+        num_rows: of an episode.
+        extends: roles of messages that extend a row.
         """
-        self.drawing = drawing
+        self.drawing, self.num_rows, self.extends = drawing, num_rows, extends
         self._socket = socket.create_server((HOST, 0))
         self.base_url = f"http://{HOST}:{self._socket.getsockname()[1]}/v1"
         os.environ |= {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": secrets.token_urlsafe(24)}

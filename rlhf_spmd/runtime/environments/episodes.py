@@ -4,117 +4,34 @@ The engine says with `drew` what a row drew when it ended a turn, and asks `answ
 row is a generator that yields what it asks its worker next, so that rows wait for one another nowhere. An environment
 that raises, or whose worker ends, is made anew and brought to where it was by the earlier calls. If several calls ran
 in a worker that ended, any of them may have ended it; so the last try of each runs alone.
+
+An episode of an agent may have several rows, which are neighbours. Each asks the same object of the worker: first for
+the request that opens the row, whose key gives it random numbers of its own, then for those that extend it. If a row
+hits a limit of the engine, the object is told at once, because the agent may go on in the other rows.
 """
 
 import hashlib
 import json
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Generator, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import output
 from rlhf_spmd.model.texts.tool_calls import Call
-from rlhf_spmd.runtime.environments.native import Message, Opening, Start, Step
+from rlhf_spmd.runtime.environments.episode_states import EpisodeState, Limits, Question, Reply, Row, Work
+from rlhf_spmd.runtime.environments.native import Opening, Start, Step
 from rlhf_spmd.runtime.environments.renderer import Renderer
-from rlhf_spmd.runtime.generation.episodes import Answer
+from rlhf_spmd.runtime.generation.episodes import DRAWN_OUT, TOO_LONG, Answer
 from rlhf_spmd.runtime.workers.pool import WorkerPool
 
 MOST_TRIES = 3  # with a fresh environment, after the first one broke or was lost
 COMPLETED, TOOL_STOPPED, TIMEOUT = "completed", "tool_stopped", "rollout_timeout"
-DROPPED, CHANGED = "dropped_episodes", "agent_mismatches"  # in the log
+DROPPED, CHANGED, ROWS = "dropped_episodes", "agent_mismatches", "episode_rows"  # in the log
 REWARD = {"do": "reward"}  # the last question of an episode
 GONE = {"gone": True}  # the answer of a worker without the episode
-
-Question = dict[str, Any]  # to a worker
-Reply = Mapping[str, Any]  # from it
-Work = Generator[Question | None, Any, None]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row to be drawn.
-
-    prompt: its number in the iteration.
-    sample: its number among the rows of the prompt.
-    group: number of the rows that are dropped together.
-    text, messages: of the prompt.
-    where: of the row in the data, for messages.
-    """
-
-    prompt: int
-    sample: int
-    group: int
-    columns: Mapping[str, Any]
-    text: str
-    messages: list[Message] | None
-    where: str = "the data set"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of an episode; 0: none.
-
-    calls: of tools.
-    tool_s: seconds of a call.
-    episode_s: of a whole episode.
-    """
-
-    turns: int = 0
-    calls: int = 0
-    tool_s: float = 0.0
-    episode_s: float = 0.0
-
-
-@dataclass(slots=True)
-class EpisodeState:
-    """A row under way.
-
-    key: its number among all of the workers.
-    start: what its environment begins with.
-    work: yields questions for its worker and, between turns, None.
-    ticket: of the question that waits; 0: none.
-    until_s: when its time is over.
-    num_tokens: that the model has seen and drawn so far.
-    cut: what it drew in the turn that a limit ended.
-    made: the calls so far that were answered in time, with their answers; the first one begins it.
-    num_broken, num_lost: how often its environment raised, and how often its worker ended.
-    reason: why it ended; empty: it has not.
-    is_reported: the engine knows that it is over.
-    """
-
-    row: Row
-    renderer: Renderer
-    key: int
-    start: Start
-    work: Work = field(init=False)
-    ticket: int = 0
-    until_s: float = math.inf
-    turn: int = 0
-    num_tokens: int = 0
-    cut: list[int] = field(default_factory=list)
-    made: list[tuple[Question, Reply]] = field(default_factory=list)
-    turn_rewards: list[float] = field(default_factory=list)
-    end_reward: float = 0.0
-    num_calls: int = 0
-    num_failures: int = 0
-    num_timeouts: int = 0
-    num_changed: int = 0
-    num_broken: int = 0
-    num_lost: int = 0
-    seconds: list[float] = field(default_factory=list)
-    reason: str = ""
-    is_reported: bool = False
-
-    @property
-    def is_of_agent(self) -> bool:
-        return self.renderer.environment.speaks == "agent"
-
-    @property
-    def where(self) -> str:
-        return f"prompt {self.row.prompt}, sample {self.row.sample}, turn {self.turn}"
 
 
 class Dropped(Exception):
@@ -135,18 +52,27 @@ class Episodes:
         iteration: int,
         name: str = "",
         on_failure: Literal["stop", "drop_group"] = "stop",
+        num_rows: int = 1,
+        max_prompt: int = 0,
     ):
         """
         renderers: of each row.
         name: of the run and the call, for the ids of episodes.
+        num_rows: of an episode.
+        max_prompt: tokens of the prompt of a row that an agent opens, if episodes have several.
         """
         self.workers, self.limits, self.on_failure = workers, limits, on_failure
+        self.num_rows, self.max_prompt = num_rows, max_prompt
         self.states: list[EpisodeState] = []
-        for row, renderer in zip(rows, renderers, strict=True):
-            key = (seed, iteration, row.prompt)
-            seeds = seed_of(*key), seed_of(*key, row.sample)
-            start = Start(dict(row.columns), row.text, row.messages, *seeds, id_of(name, *key, row.sample))
-            self.states.append(EpisodeState(row, renderer, workers.new_key(), start))
+        for number, (row, renderer) in enumerate(zip(rows, renderers, strict=True)):
+            if number % num_rows == 0:
+                key, sample = (seed, iteration, row.prompt), row.sample // num_rows
+                seeds = seed_of(*key), seed_of(*key, sample)
+                start = Start(dict(row.columns), row.text, row.messages, *seeds, id_of(name, *key, sample))
+                worker_key = workers.new_key()
+            state = EpisodeState(row, renderer, worker_key, start, draws=num_rows == 1)
+            state.lead = self.states[-(number % num_rows)] if number % num_rows else state
+            self.states.append(state)
         self.dropped: set[int] = set()  # groups
         self._tickets: dict[int, int] = {}  # of questions -> row
         self._ready: list[Answer] = []
@@ -154,13 +80,17 @@ class Episodes:
     # ---- the engine's side ------------------------------------------------------------------------------------------
 
     def openings(self) -> list[list[int]]:
-        """Returns the tokens of each prompt, as its environment opens it."""
+        """Returns the tokens of each prompt, as its environment opens it; none if rows are opened by answers, of which
+        those of the first rows have come."""
         for number, state in enumerate(self.states):
             state.work = self._play(number, state)
             self._go_on(number)
-        while self._tickets:
+            state.busy_s = math.inf if state.draws else time.monotonic()
+        while any(state.ticket for state in self.states[:: self.num_rows]):
             self._take_answers(1.0)
-        return [self._opened(state) for state in self.states]
+            self._end_late(time.monotonic())
+        self._ready.sort(key=lambda answer: answer.row)
+        return [self._opened(state) if self.num_rows == 1 else [] for state in self.states]
 
     def _opened(self, state: EpisodeState) -> list[int]:
         row, opening = state.row, Opening(**state.made[0][1]["opening"]) if state.made else Opening()
@@ -176,17 +106,24 @@ class Episodes:
         one."""
         state = self.states[row]
         assert not state.ticket and not state.is_reported, "a row draws after its turn has been answered"
-        if not state.turn and self.limits.episode_s:
-            state.until_s = time.monotonic() + self.limits.episode_s
+        if self.limits.episode_s and state.lead.until_s == math.inf:
+            state.lead.until_s = time.monotonic() + self.limits.episode_s
         state.turn += 1
-        if state.reason:  # it broke before it began
+        self._note_drawing(row, state, is_drawing=False)
+        if state.reason:  # it broke before it began, or while it drew
             self._report(row, state, state.reason)
         else:
             self._go_on(row, token_ids)
 
     def cut(self, row: int, token_ids: list[int]) -> None:
         """Notes what the model drew in the turn in which a limit ended a row."""
-        self.states[row].cut = token_ids
+        state = self.states[row]
+        state.cut = token_ids
+        if self.num_rows > 1:
+            state.is_reported = True
+            self._note_drawing(row, state, is_drawing=False)
+            if not state.reason:
+                self._go_on(row, DRAWN_OUT)  # or another limit
 
     def answers(self, wait_s: float) -> list[Answer]:
         """Returns the answers that have come back since; waits for so long at most if nothing has."""
@@ -194,11 +131,10 @@ class Episodes:
         is_over = False
         while not is_over:
             now_s = time.monotonic()
-            waiting = [state for state in self.states if state.ticket and not state.is_reported]
-            self._end_late(waiting, now_s)
+            least_s = self._end_late(now_s)
             is_over = bool(self._ready) or not self._tickets or now_s >= until_s
             if not self._ready and self._tickets:
-                self._take_answers(max(0.0, min([until_s, *(state.until_s for state in waiting)]) - now_s))
+                self._take_answers(max(0.0, min(until_s, least_s) - now_s))
                 is_over = is_over or bool(self._ready)
         ready, self._ready = self._ready, []
         return ready
@@ -212,6 +148,7 @@ class Episodes:
             self._go_on(row, reason)
         while state.ticket:
             self._take_answers(1.0)
+            self._end_late(time.monotonic())
         rewards = [*state.turn_rewards, *[0.0] * (max(state.turn, 1) - len(state.turn_rewards))]
         rewards[-1] += state.end_reward
         return rewards
@@ -224,7 +161,7 @@ class Episodes:
     def counts(self) -> dict[str, tuple[int, int]]:
         """Returns tool calls, what became of them, and dropped episodes if there may be any: a number, and of how many
         episodes. Dropped ones are counted for each of several environments, too."""
-        num = len(self.states)
+        num = len(self.states) // self.num_rows
         counted = {
             "tool_calls": (sum(state.num_calls for state in self.states), num),
             "tool_failures": (sum(state.num_failures for state in self.states), num),
@@ -232,6 +169,8 @@ class Episodes:
         }
         if any(state.is_of_agent for state in self.states):
             counted[CHANGED] = (sum(state.num_changed for state in self.states), num)
+        if self.num_rows > 1:
+            counted[ROWS] = (sum(state.turn > 0 or bool(state.cut) for state in self.states), num)
         for state in self.states if self.on_failure == "drop_group" else ():
             key = state.renderer.environment.key
             for name in (DROPPED, f"{DROPPED}/{key}") if key else (DROPPED,):
@@ -255,33 +194,65 @@ class Episodes:
             return
         if message is not None:
             episode = {"environment": state.renderer.environment.key, "episode_id": state.start.episode_id}
-            limit_s = self.limits.tool_s
-            message = message | episode | {"limit_s": limit_s}
-            is_alone = state.num_lost >= MOST_TRIES
-            state.ticket = self.workers.ask(state.key, message, timeout_s=limit_s, is_alone=is_alone)
+            is_single = self.num_rows == 1  # else the question may wait while the model draws for other rows
+            limit_s = self.limits.tool_s if is_single else 0.0
+            message = message | episode | {"limit_s": limit_s, "row": number % self.num_rows}
+            if message["do"] == "begin":
+                others = self._rows_of(number)
+                message["opened"] = {other.row_key: index for index, other in enumerate(others) if other.row_key}
+            is_alone = is_single and state.num_lost >= MOST_TRIES
+            state.asked = state.lead.key
+            state.ticket = self.workers.ask(state.asked, message, timeout_s=limit_s, is_alone=is_alone)
             self._tickets[state.ticket] = number
 
     def _take_answers(self, wait_s: float) -> None:
         for ticket, answer in self.workers.answers(wait_s, self._tickets):
             self._go_on(self._tickets.pop(ticket), answer)
 
-    def _end_late(self, waiting: Sequence[EpisodeState], now_s: float) -> None:
-        """Ends those of the episodes that wait whose time is over."""
-        for state in waiting:
-            if now_s >= state.until_s:
-                number = self._tickets.pop(state.ticket)
-                self.workers.drop(state.ticket)
-                state.ticket = 0
-                self._end(number, state, TIMEOUT)
+    def _rows_of(self, number: int) -> list[EpisodeState]:
+        """Returns all rows of the episode of a row."""
+        begin = number - number % self.num_rows
+        return self.states[begin : begin + self.num_rows]
+
+    def _end_late(self, now_s: float) -> float:
+        """Ends the episodes whose time is over. Returns when that of the next one is."""
+        least_s, limit_s = math.inf, self.limits.tool_s if self.num_rows > 1 else 0.0
+        for number, state in enumerate(self.states):
+            until_s = math.inf if state.is_reported else state.lead.until_s
+            until_s = min(until_s, state.lead.busy_s + (limit_s or math.inf))
+            if not state.ticket or now_s < until_s:
+                least_s = min(least_s, until_s) if state.ticket else least_s
+                continue
+            state.lead.num_timeouts += now_s < state.lead.until_s
+            begin = number - number % self.num_rows
+            for index, other in enumerate(self._rows_of(number), begin):
+                if other.ticket:
+                    self._tickets.pop(other.ticket)
+                    self.workers.drop(other.ticket)
+                    other.ticket = 0
+                if not other.reason:
+                    self._end(index, other, TIMEOUT)
+        if limit_s:
+            self.workers.beat()  # whatever the agents do, their time is limited
+        return least_s
+
+    def _note_drawing(self, number: int, state: EpisodeState, *, is_drawing: bool) -> None:
+        """Notes whether the model draws for a row, and since when it draws for none of its episode."""
+        state.draws, lead, now_s = is_drawing, state.lead, time.monotonic()
+        draws = any(other.draws for other in self._rows_of(number))
+        if self.num_rows > 1 and draws and lead.busy_s < math.inf:
+            lead.seconds.append(now_s - lead.busy_s)
+        lead.busy_s = math.inf if draws else min(lead.busy_s, now_s)
 
     def _end(self, number: int, state: EpisodeState, reason: str) -> None:
         state.reason = reason
-        self.workers.release(state.key)
+        if all(other.reason for other in self._rows_of(number)):
+            self.workers.release(state.lead.key)
         self._report(number, state, reason)
 
     def _report(self, number: int, state: EpisodeState, reason: str) -> None:
-        """Tells the engine once that an episode is over; not before it has drawn anything."""
-        if state.turn and not state.is_reported:
+        """Tells the engine once that an episode is over; not while it draws."""
+        if not state.draws and not state.is_reported:
             state.is_reported = True
             self._ready.append(Answer(number, None, reason))
 
@@ -295,17 +266,36 @@ class Episodes:
             if has_state:
                 begin = {"do": "begin", "start": asdict(state.start)}
                 state.made.append((begin, (yield from self._asked(state, begin))))
-            reason = ""
+            reason = self._begun(number, state) if self.num_rows > 1 else ""
             while not reason:
                 drawn = yield None
                 reason = drawn if isinstance(drawn, str) else (yield from self._turn(number, state, drawn))
-            if has_state and reason != TIMEOUT:
+            is_used = self.num_rows == 1 or bool(state.row_key)
+            if has_state and is_used and reason != TIMEOUT:
                 self._report(number, state, reason)
                 last = REWARD | {"cut": self._said(state, state.cut, state.turn + 1)} if state.cut else REWARD
                 state.end_reward = (yield from self._asked(state, last))["reward"]
         except Dropped:
             reason = TOOL_STOPPED
         self._end(number, state, reason)
+
+    def _begun(self, number: int, state: EpisodeState) -> str:
+        """Opens a row that an agent asks for. Returns why the row is over; empty: it is not."""
+        state.row_key = state.made[0][1]["opening"]["key"]
+        if not state.row_key:
+            return COMPLETED
+        token_ids = self._opened(state)
+        if len(token_ids) > self.max_prompt:
+            if state is state.lead:
+                raise UserError(
+                    f"{state.where}: the agent opens its first row with {len(token_ids)} tokens; raise "
+                    f"data.max_prompt={self.max_prompt}"
+                )
+            return TOO_LONG
+        self._note_drawing(number, state, is_drawing=True)
+        stream = seed_of(state.lead.row.sample // self.num_rows, *state.row_key.encode())
+        self._ready.append(Answer(number, tuple(token_ids), stream=stream))
+        return ""
 
     def _turn(self, number: int, state: EpisodeState, drawn: list[int]) -> Generator[Question, Reply, str]:
         """Answers a turn. Returns why the episode ends; empty: it does not."""
@@ -323,16 +313,18 @@ class Episodes:
         for call in asked:
             step = yield from self._step(state, call, drawn)
             state.num_failures += step.has_failed
+            state.num_changed += step.num_changed
             steps.append(step)
         state.turn_rewards.append(sum(step.reward for step in steps))
         if any(step.is_done for step in steps):
             return TOOL_STOPPED
         if limits.turns and state.turn >= limits.turns:
             return "max_turns"
-        if time.monotonic() >= state.until_s or (state.is_of_agent and state.num_timeouts):
+        if time.monotonic() >= state.lead.until_s or (state.is_of_agent and state.num_timeouts):
             return TIMEOUT
         token_ids = renderer.answer_ids(drawn, calls, steps)
         state.num_tokens += len(drawn) + len(token_ids)
+        self._note_drawing(number, state, is_drawing=True)
         self._ready.append(Answer(number, tuple(token_ids)))
         return ""
 
@@ -348,7 +340,8 @@ class Episodes:
             state.num_calls += len(message["text"]["calls"])
         began_s = time.monotonic()
         answer = yield from self._asked(state, message)
-        state.seconds.append(time.monotonic() - began_s)
+        if self.num_rows == 1:
+            state.seconds.append(time.monotonic() - began_s)
         if "timed_out" in answer:
             state.num_timeouts += 1
             return Step(f"error: timed out after {self.limits.tool_s:g} s", has_failed=True)
@@ -373,6 +366,8 @@ class Episodes:
         """Asks the environment until it answers, and returns the answer. Raises Dropped if it broke too often, or
         UserError if groups are not dropped."""
         while True:
+            if max(state.lead.num_lost, state.lead.num_broken) > MOST_TRIES:  # another row of the episode noticed
+                raise Dropped
             answer = yield message
             is_again = "gone" in answer
             if is_again:
@@ -385,16 +380,21 @@ class Episodes:
             how = answer.get("broken", "")
             if "timed_out" in answer and (is_again or message["do"] not in ("call", "step")):
                 how = f"it took longer than {self.limits.tool_s:g} s to {'be made anew' if is_again else message['do']}"
-            if "lost" in answer:
-                state.num_lost += 1
-                how = f"its worker process {answer['lost']}"
-            elif how:
-                self.workers.release(state.key)
-                state.num_broken += 1
-            else:
+            how = f"its worker process {answer['lost']}" if "lost" in answer else how
+            if not how:
                 return answer
-            num = max(state.num_lost, state.num_broken)
+            lead = state.lead
+            if state.asked != lead.key:  # another row of the episode has counted it
+                continue
+            self.workers.release(lead.key)
+            lead.key = self.workers.new_key()
+            lead.num_lost += "lost" in answer
+            lead.num_broken += "lost" not in answer
+            num = max(lead.num_lost, lead.num_broken)
             if num > MOST_TRIES:
+                for other in self.states:
+                    if other.lead is lead and other.draws:
+                        other.reason = TOOL_STOPPED
                 self._drop(state, f"the environment {name} broke {num} times", how)
 
     def _made_anew(self, state: EpisodeState) -> Generator[Question, Reply, Reply]:

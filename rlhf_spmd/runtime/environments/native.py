@@ -53,12 +53,14 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Opening:
     """How an environment changes the prompt of its row; nothing is given: not at all. add: to the last message of the
-    user. messages, text: the whole prompt instead. tools: that an agent names, in place of the environment's."""
+    user. messages, text: the whole prompt instead. tools: that an agent names, in place of the environment's. key: of a
+    row of an agent's episode; empty: it ended without this row."""
 
     add: str = ""
     messages: list[Message] | None = None
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,10 @@ class Step:
 
 class Session:
     """An environment in one episode; this one has nothing."""
+
+    def row(self, index: int) -> "Session":
+        """Returns the part of it that answers to a row of the episode."""
+        return self
 
     async def begin(self, start: Start) -> Opening:
         return Opening()

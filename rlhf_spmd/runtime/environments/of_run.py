@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import tool_schema
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.runtime.data.messages import conversation_of
 from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
-from rlhf_spmd.runtime.environments.episodes import Episodes, Limits, Row
-from rlhf_spmd.runtime.environments.renderer import Render, Turn, renderer_of, transcript
+from rlhf_spmd.runtime.environments.episode_states import Limits, Row
+from rlhf_spmd.runtime.environments.episodes import Episodes
+from rlhf_spmd.runtime.environments.renderer import Render, Turn, extending, renderer_of, transcript
 from rlhf_spmd.runtime.environments.workers import environment_workers
 from rlhf_spmd.runtime.workers.pool import WorkerPool
 
@@ -33,6 +35,8 @@ class RunEnvironments:
         on_failure: Literal["stop", "drop_group"] = "stop",
         form: str = "",
         drawing: Mapping[str, Any] | None = None,
+        num_rows: int = 1,
+        max_prompt: int = 0,
         beat: Callable[[], None] = lambda: None,
     ):
         """Loads the environments of a run. Raises UserError for an environment, a tool or a template that cannot be
@@ -42,12 +46,16 @@ class RunEnvironments:
         render, stops, template, form: as in renderer_of.
         key: the column of prompts.
         drawing: how the model draws, for agents.
+        num_rows, max_prompt: as in Episodes.
         beat: see WorkerPool.
         """
         self.spec, self.columns, self.num_workers, self.limits = spec, list(columns), num_workers, limits
         self.seed, self.key, self.on_failure, self.beat = seed, key, on_failure, beat
         self.run = ""  # its name, for the ids of episodes
         self.environments = load_environments(spec, columns)
+        self.num_rows, self.max_prompt = num_rows, max_prompt
+        if num_rows > 1 and any(environment.speaks != "agent" for environment in self.environments.values()):
+            raise UserError(f"episode.rows={num_rows}: only agents open further rows; drop the option")
         has_agents = any(environment.speaks == "agent" for environment in self.environments.values())
         self.drawing = drawing if has_agents else None
         self.renderers = {
@@ -88,9 +96,12 @@ class RunEnvironments:
         call."""
         if self._workers is None:
             how: dict[str, Any] = {"num": self.num_workers, "drawing": self.drawing, "beat": self.beat}
+            if self.num_rows > 1:
+                how |= {"num_rows": self.num_rows, "extends": extending(self.renderers.values())}
             self._workers = environment_workers(self.spec, self.columns, **how)
         renderers = [self.renderers[chosen(self.environments, row.columns).key] for row in rows]
         how = {"seed": self.seed, "iteration": iteration, "on_failure": self.on_failure}
+        how |= {"num_rows": self.num_rows, "max_prompt": self.max_prompt}
         return Episodes(rows, renderers, self._workers, self.limits, name=f"{self.run} {name}", **how)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@ text."""
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -15,7 +15,7 @@ from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.texts.tool_calls import FIRST_ID, Call, format_of, read_turn
 from rlhf_spmd.model.texts.turns import MARK, TurnJoins, answer_of, tool_call
 from rlhf_spmd.runtime.environments.adapters import Environment
-from rlhf_spmd.runtime.environments.native import Message, Opening, Step
+from rlhf_spmd.runtime.environments.native import ANSWER_ROLES, Message, Opening, Step
 
 ANY_TOOL = '[{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]'
 MOST_CALLS = 1000  # of a turn, for their ids
@@ -179,6 +179,19 @@ def _of_tools(environment: Environment, tokenizer: Tokenizer, joins: TurnJoins, 
     answered = [{"role": "assistant", "content": "", "tool_calls": [call]}, answer_of("tool", "!", "f", call["id"])]
     thinks = joins.opens_thought(), joins.opens_thought(answered)
     return Renderer(environment, tokenizer, joins, format_of(joins, form), thinks)
+
+
+def extending(renderers: Iterable[Renderer]) -> list[str]:
+    """Returns the roles of messages that a template only adds to what it wrote, of agents; those of another role, as of
+    the user where the template then drops thoughts, begin another row."""
+    roles = []
+    for role in ANSWER_ROLES:
+        with suppress(UserError):
+            for renderer in renderers:
+                assert renderer.with_tools is not None, "of an agent"
+                (renderer.with_tools(ANY_TOOL) if role == "tool" else renderer).joins.check([role])
+            roles.append(role)
+    return roles
 
 
 def transcript(renderer: Renderer, token_ids: Sequence[int], drawn: Sequence[bool]) -> list[Turn]:

@@ -5,9 +5,10 @@
     {"key": 3, "do": "reward"}                      -> {"reward": 1.0}
     {"key": 3, "do": "close"}                       no answer
 
-Each also names the environment and the id of the episode. An error of the environment is answered with "broken" and its
-lines, a result of another form with "misused", a call whose time is over with "timed_out", an episode that this worker
-does not have with "gone".
+Each also names the environment, the id of the episode and the number of the row among those of the episode. An error of
+the environment is answered with "broken" and its lines, a result of another form with "misused", a call whose time is
+over with "timed_out", an episode that this worker does not have with "gone". An agent may ask for any of its rows next,
+so each row has a question that waits for it.
 """
 
 import asyncio
@@ -21,9 +22,9 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.environments.adapters import load_environments
-from rlhf_spmd.runtime.environments.agents import AgentSession
+from rlhf_spmd.runtime.environments.agents import AgentRow, AgentSession
 from rlhf_spmd.runtime.environments.endpoint import Endpoint
-from rlhf_spmd.runtime.environments.native import Session, Start
+from rlhf_spmd.runtime.environments.native import ANSWER_ROLES, Session, Start
 from rlhf_spmd.runtime.workers.pool import WorkerPool
 from rlhf_spmd.runtime.workers.serve import Link
 from rlhf_spmd.tools import set_episode_id
@@ -39,22 +40,26 @@ def environment_workers(
     *,
     num: int,
     drawing: Mapping[str, Any] | None = None,
+    num_rows: int = 1,
+    extends: Sequence[str] = ANSWER_ROLES,
     beat: Callable[[], None] = lambda: None,
 ) -> WorkerPool:
     """Starts workers for environments. Raises UserError if one cannot load them.
 
     spec, columns: as in load_environments.
     drawing: how the model draws, for agents; None: there are none.
+    num_rows, extends: see Endpoint.
     beat: see WorkerPool.
     """
-    opening = {"environment": spec, "columns": list(columns), "drawing": drawing}
+    agents = None if drawing is None else [drawing, num_rows, list(extends)]
+    opening = {"environment": spec, "columns": list(columns), "agents": agents}
     how: dict[str, Any] = {"name": f"environment {spec}", "option": "environment_workers"}
     return WorkerPool(serve, opening, num=num, grace_s=GRACE_S, beat=beat, **how)
 
 
 def serve(link: Link, opening: Mapping[str, Any]) -> None:
     """Loads the environments in a worker, and answers the messages of the rank. Raises UserError."""
-    server = Server(link, opening["environment"], opening["columns"], opening["drawing"])
+    server = Server(link, opening["environment"], opening["columns"], opening["agents"])
     link.send({"ready": True})
     asyncio.run(server.serve())
 
@@ -62,9 +67,9 @@ def serve(link: Link, opening: Mapping[str, Any]) -> None:
 class Server:
     """The episodes of a worker."""
 
-    def __init__(self, link: Link, spec: str, columns: Sequence[str], drawing: Mapping[str, Any] | None):
-        """Raises UserError, as load_environments."""
-        self.endpoint = None if drawing is None else Endpoint(drawing)
+    def __init__(self, link: Link, spec: str, columns: Sequence[str], agents: Sequence[Any] | None):
+        """Raises UserError, as load_environments. agents: of Endpoint; None: there are none."""
+        self.endpoint = None if agents is None else Endpoint(*agents)
         self.link, self.environments = link, load_environments(spec, columns)
         self.sessions: dict[int, Session] = {}
         self.tasks: set[asyncio.Task[None]] = set()
@@ -111,16 +116,19 @@ class Server:
         key, do, environment = message["key"], message["do"], self.environments[message["environment"]]
         set_episode_id(message["episode_id"])
         if do == "begin":
-            session = environment.make()
-            if isinstance(session, AgentSession):
+            session = self.sessions.get(key) or environment.make()
+            if isinstance(session, AgentSession) and key not in self.sessions:
                 assert self.endpoint is not None
-                session.home = self.endpoint
-            opening = await session.begin(Start(**message["start"]))
+                session.home, session.opened = self.endpoint, message["opened"]
+                self.sessions[key] = session  # which its other rows look for
+            opening = await session.row(message["row"]).begin(Start(**message["start"]))
             self.sessions[key] = session
             return {"opening": asdict(opening)}
         if not environment.is_stateless and key not in self.sessions:
             return {"gone": True}
-        session = environment.make() if environment.is_stateless else self.sessions[key]
+        session = environment.make() if environment.is_stateless else self.sessions[key].row(message["row"])
+        if isinstance(session, AgentRow) and not session.has_begun:
+            return {"gone": True}
         if do == "reward":
             session.cut(message.get("cut"))
             return {"reward": await session.reward()}

@@ -123,5 +123,5 @@ def next_state(job: Job, state: Any, answers: Sequence[Mapping[str, Any]]) -> An
     """Returns the algorithm's state after an iteration, from global numbers only. state: that it had. answers: of
     ranks, which have counted all that the state depends on."""
     config = job.config
-    num_sequences = config.rollout_batch * config.samples_per_prompt
+    num_sequences = config.rollout_batch * config.rows_per_prompt
     return config.algorithm.after_iteration(state, config.options, *combine(answers), num_sequences)

@@ -233,6 +233,16 @@ class Iteration:
             bits_BG[part] = random_bits(self.seed, stream, number, prompt_B[part], sample_B[part], width)
         return torch.from_numpy(bits_BG).unflatten(0, shape).to(self.store.device)
 
+    def bits_of(self, stream: int, columns: slice, row: int, sample: int) -> Tensor:
+        """Returns the random bits [G] of a row in some columns, with those of a sample of its prompt.
+
+        row: its number in [M, C'].
+        stream, sample: of the numbers.
+        """
+        prompts, width = self.prompt_MC[:, columns].flatten()[[row]], self.store.workload.max_response
+        bits_1G = random_bits(self.seed, stream, self.number, prompts, np.array([sample]), width)
+        return torch.from_numpy(bits_1G[0])
+
 
 def given_rows(
     workload: Workload,

@@ -108,6 +108,7 @@ class Engine:
         blocks_per_row, one_block = -(-longest // block_size), block_size >= longest
         blocks = Blocks(num_blocks, block_size)
         self.scheduler = Scheduler(blocks, max_sequences, PREFILL_TOKENS, blocks_per_row, one_block=one_block)
+        self.scheduler.opens_rows = turns is not None and turns.bits_of is not None
         self.decoder = Decoder(model, self.cache, self.scheduler, self._copies)
         self.requests, self.longest, self.num_preempted = Requests(self.device, num_stored), longest, 0
         self.routes = RouteRecord(model, longest) if records_routes else None
@@ -118,6 +119,7 @@ class Engine:
         self._unread: list[tuple[list[RunningRequest], Tensor, Tensor]] = []  # what `_draw` told of rounds under way
         self._shares_answers = turns is not None and self.parallel.copy is not None  # in each round
         self._is_stuck = False  # until an answer comes
+        self._unopened: set[int] = set()  # requests whose prompts have not come
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # prompt key -> where the hidden_D of its last token is
         self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
         self._holes_H = known.columns_of_holes(mine, self.device)
@@ -134,7 +136,7 @@ class Engine:
     ) -> range:
         """Queues requests and returns their numbers.
 
-        prompts: token ids, at least one each.
+        prompts: token ids, at least one each; none if an answer opens the row.
         bits_RG: random bits of each token, int64 (philox.random_bits).
         sampling: for all requests, or one per request.
         begun: the first tokens of their responses, which are prefilled like prompts; None: there are none.
@@ -150,17 +152,25 @@ class Engine:
         drawn = self.requests.begin(numbers, begun) if begun is not None else [0] * len(numbers)
         for number, key, prompt, num in zip(numbers, keys, prompts, drawn, strict=True):
             most = self.requests.most[number - self.requests.first]
-            assert 0 < len(prompt) <= self.longest - most, (len(prompt), most, self.longest)
-            if not self.requests.is_ended(number):
+            assert len(prompt) <= self.longest - most, (len(prompt), most, self.longest)
+            if not prompt:
+                assert self.turns is not None, "only answers open rows"
+                self._unopened.add(number)
+            elif not self.requests.is_ended(number):
                 queued.append(WaitingRequest(number, key, len(prompt), len(prompt) + num))
         # equal prompts are adjacent
         self.scheduler.waiting.extend(sorted(queued, key=lambda waiting: first[waiting.key]))
         return numbers
 
     @property
+    def num_unopened(self) -> int:
+        """Rows whose prompts have not come."""
+        return len(self._unopened)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request is running or waiting."""
-        return not (self.scheduler.rows or self.scheduler.waiting or self.scheduler.outside)
+        return not (self.scheduler.rows or self.scheduler.waiting or self.scheduler.outside or self._unopened)
 
     @torch.inference_mode()
     def run(self, until: range | None = None, *, progress: Callable[[int, int], None] | None = None) -> None:
@@ -188,7 +198,10 @@ class Engine:
     def _round(self) -> tuple[list[int], int]:
         """Runs one pass: draws a token for every row, including new ones. Returns the requests that ended, and the
         number of tokens."""
-        over, answers = self._answers() if self.scheduler.outside or self._shares_answers else ([], [])
+        over: list[int] = []
+        answers: list[Answer] = []
+        if self.scheduler.outside or self._unopened or self._shares_answers:
+            over, answers = self._answers()
         ahead = self.runs_ahead and self.turns is None and not self.requests.has_stops and self.scheduler.has_room
         over += self._read(0) if self._unread and not ahead else []
         preempted = self.scheduler.grow()
@@ -229,6 +242,10 @@ class Engine:
         over: list[int] = []
         going_on: list[Answer] = []
         for answer in self.turns.outside.answers(WAIT_S if self._is_stuck else 0.0):
+            if answer.row in self._unopened:
+                self._unopened.remove(answer.row)
+                over += self._opened(answer)
+                continue
             row = next(row for row in self.scheduler.outside if row.request == answer.row)
             length = row.base + 1 - row.num_prompt  # the last token that was drawn is not in the cache
             if self.turns.goes_on(answer, length):
@@ -238,6 +255,19 @@ class Engine:
             self.requests.lengths[answer.row - self.requests.first] = length
             over.append(answer.row)
         return over, going_on
+
+    def _opened(self, answer: Answer) -> list[int]:
+        """Queues a row that an answer opens, or ends it unopened -> the rows that are over."""
+        requests, turns, row = self.requests, self.turns, answer.row
+        if answer.token_ids is None:
+            requests.lengths[row - requests.first] = 0
+            return [row]
+        assert turns is not None and turns.bits_of is not None, "answers open rows"
+        turns.streams[row] = answer.stream
+        requests.open(row, answer.token_ids, turns.bits_of(row, answer.stream))
+        (key,) = requests.keys(range(row, row + 1))
+        self.scheduler.waiting.append(WaitingRequest(row, key, *[len(answer.token_ids)] * 2))
+        return []
 
     def _resumed(self, answer: Answer) -> tuple[RunningRequest, int] | None:
         """Appends an answer to its row, and brings the row back to the batch -> the row and its number of tokens in the

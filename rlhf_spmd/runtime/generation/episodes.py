@@ -1,12 +1,13 @@
 """Episodes of several turns: what the engine asks the outside between two turns of a row, and which tokens it drew.
 
 An *episode* is one row: the model draws a *turn*, the outside (tools, an environment) answers with tokens that the
-model did not draw, the *observation*, and the model goes on. A row never ends before the model has drawn a token.
+model did not draw, the *observation*, and the model goes on. A row never ends before the model has drawn a token. If
+episodes have several rows, an answer opens each with its prompt, or ends it unopened: then it is blank.
 """
 
 # R requests, G longest response (drawn tokens and observations)
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,11 +24,13 @@ REASONS = (*BY_ITSELF, DRAWN_OUT, TOO_LONG, *OTHER_LIMITS)  # why an episode end
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What comes back to a row. token_ids: the rest of the template, the observation and the beginning of the next
-    turn, appended to the row; None: the episode is over. reason: why, one of REASONS."""
+    turn, appended to the row, or the prompt that opens it; None: the episode is over. reason: why, one of REASONS.
+    stream: of a row that is opened, the number of the sample whose random numbers draw it."""
 
     row: int
     token_ids: tuple[int, ...] | None
     reason: str = ""
+    stream: int = 0
 
 
 class Outside(Protocol):
@@ -80,9 +83,18 @@ class _Episode:
 class Turns:
     """The turns of an engine's rows: their limits, and which tokens of them were drawn."""
 
-    def __init__(self, outside: Outside, max_new_tokens: int, max_row_tokens: int):
-        """max_new_tokens: drawn tokens of a whole episode. max_row_tokens: those, and the observations between them."""
+    def __init__(
+        self,
+        outside: Outside,
+        max_new_tokens: int,
+        max_row_tokens: int,
+        bits_of: Callable[[int, int], Tensor] | None = None,
+    ):
+        """max_new_tokens: drawn tokens of a whole episode. max_row_tokens: those, and the observations between them.
+        bits_of: returns the random bits [G] of a row with those of a sample, if answers open rows."""
         self.outside, self.max_new_tokens, self.max_row_tokens = outside, max_new_tokens, max_row_tokens
+        self.bits_of = bits_of
+        self.streams: dict[int, int] = {}  # of rows that were opened
         self._rows: dict[int, _Episode] = {}
 
     def begin_of(self, row: int) -> int:
@@ -120,33 +132,35 @@ class Turns:
             one.reason = TOO_LONG
         else:
             one.begin = length + len(answer.token_ids)
+        if one.reason and answer.token_ids is not None:
+            self.outside.cut(answer.row, [])
         return not one.reason
 
     def reason(self, row: int) -> str:
-        """Returns why the episode ended."""
-        return self._rows[row].reason
+        """Returns why the episode ended; empty for a blank row."""
+        return self._rows[row].reason if row in self._rows else ""
 
     def num_turns(self, row: int) -> int:
         """Turns of an episode, with one that a limit cut."""
         return len(self._rows[row].turns)
 
-    def actions(self, rows: range) -> Tensor:
+    def actions(self, rows: Sequence[int]) -> Tensor:
         """Returns which tokens of the responses were drawn: actions_RG float32, 0 elsewhere (DRAWN, LAST)."""
         actions_RG = torch.zeros(len(rows), self.max_row_tokens)
         for actions_G, row in zip(actions_RG, rows, strict=True):
-            one = self._rows[row]
+            one = self._rows.get(row, _Episode())
             for begin, end in one.turns:
                 actions_G[begin:end] = DRAWN
             if one.reason in BY_ITSELF:
                 actions_G[one.turns[-1][1] - 1] = LAST
         return actions_RG
 
-    def rewards(self, rows: range, episodes: Episodes) -> Tensor:
+    def rewards(self, rows: Sequence[int], episodes: Episodes) -> Tensor:
         """Returns the rewards of turns, each on the last token that it drew: rewards_RG float32, 0 elsewhere."""
         rewards_RG = torch.zeros(len(rows), self.max_row_tokens)
         for rewards_G, row in zip(rewards_RG, rows, strict=True):
-            turns = self._rows[row].turns
-            for index, reward in enumerate(episodes.rewards(row, self.reason(row))):
+            turns, rewards = self._rows.get(row, _Episode()).turns, episodes.rewards(row, self.reason(row))
+            for index, reward in enumerate(rewards if turns else ()):
                 rewards_G[turns[min(index, len(turns) - 1)][1] - 1] += reward
         return rewards_RG
 

@@ -128,6 +128,11 @@ class Requests:
         row = number - self.first
         return self.prompts[row] + (self.responses_RG[row, :count].tolist() if count else [])
 
+    def open(self, number: int, prompt: Sequence[int], bits_G: Tensor) -> None:
+        """Gives a request that has none its prompt and its random bits."""
+        row = number - self.first
+        self.prompts[row], self.bits_RG[row, : len(bits_G)] = list(prompt), bits_G.to(self.device)
+
     def extend(self, number: int, length: int, tokens: Sequence[int], most: int) -> None:
         """Appends tokens that were not drawn to a response of some length, which then has at most `most`."""
         row = number - self.first

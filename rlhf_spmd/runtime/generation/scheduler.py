@@ -140,6 +140,7 @@ class Scheduler:
     moves: list[Moves] = field(default_factory=list)  # to do before the next pass, in order; the engine empties it
     one_block: bool = False  # row i has exactly one block, block i
     batches_admissions: bool = False  # admits several requests at a time
+    opens_rows: bool = False  # rows outside may wait for others that are in the queue
     tables_BM: np.ndarray = field(init=False)
     has_new_tables: bool = True  # the reader of the tables resets it
     _steps: int = 0  # decode steps so far
@@ -168,6 +169,8 @@ class Scheduler:
         ):
             return admitted
         self._is_open = not self.waiting
+        while self.opens_rows and self.waiting and not self.rows and not self._fits(self.waiting[0]):
+            self._preempt_outside()  # it may wait for an answer to the one that waits
         while self.waiting and len(self.rows) + sum(bool(row.blocks) for row in self.outside) < self.max_rows:
             head = self.waiting[0]
             donor = self._donor(head)
@@ -197,6 +200,14 @@ class Scheduler:
         if admitted:
             self._next_full, self._admitted, self._num_left = 0, self._steps, 0
         return admitted
+
+    def _fits(self, head: WaitingRequest) -> bool:
+        """Returns whether a request has room in an empty batch beside the rows outside, as it has if none has
+        blocks."""
+        num_outside = sum(bool(row.blocks) for row in self.outside)
+        return not num_outside or (
+            num_outside < self.max_rows and self.blocks.needed(head.num_tokens) <= self.blocks.num_free
+        )
 
     def _clear(self, index: int) -> None:
         """Frees, with one block for each row, the block of the next row of the batch if a row outside has it."""

@@ -4,7 +4,8 @@ broadcasts their answers to the others, which parse nothing.
     openings   the number of tokens of each prompt, then the tokens
     answers    SIZE numbers at the beginning of every step of the engine, also where there are no answers
 
-An answer is its row, the reason why the episode ends (0: it does not end), the number of its tokens, and the tokens.
+An answer is its row, the reason why the episode ends (0: it does not end), its stream (0: it opens no row), the number
+of its tokens, and the tokens.
 Answers are a stream, of which each step broadcasts the next part: a row continues in the step in which all of its
 answer has come, the same on all ranks. So the actions of a rank follow from sampled tokens and answers alone, and no
 rank makes a broadcast that another one leaves out.
@@ -19,7 +20,7 @@ from rlhf_spmd.model.parallel import Parallel, broadcast_in_copy
 from rlhf_spmd.runtime.generation.episodes import REASONS, Answer, Episodes
 
 SIZE = 1024
-HEADER = 3  # numbers before the tokens of an answer
+HEADER = 4  # numbers before the tokens of an answer
 
 
 class SharedEpisodes(Episodes):
@@ -35,6 +36,8 @@ class SharedEpisodes(Episodes):
         opened = self.own.openings() if self.own else [[]] * self.num_rows
         lengths = self._broadcast(list(map(len, opened))).tolist()
         tokens = [token for tokens in opened for token in tokens] or [0] * sum(lengths)
+        if not tokens:  # answers open the rows
+            return opened
         return [part.tolist() for part in self._broadcast(tokens).split(lengths)]
 
     def drew(self, row: int, token_ids: list[int]) -> None:
@@ -49,14 +52,15 @@ class SharedEpisodes(Episodes):
         for answer in self.own.answers(0.0 if self._outgoing else wait_s) if self.own else ():
             token_ids = answer.token_ids or ()
             end = 1 + REASONS.index(answer.reason) if answer.token_ids is None else 0
-            self._outgoing += [answer.row, end, len(token_ids), *token_ids]
+            self._outgoing += [answer.row, end, answer.stream, len(token_ids), *token_ids]
         part, self._outgoing = self._outgoing[: SIZE - 1], self._outgoing[SIZE - 1 :]
         num, *numbers = self._broadcast([len(part), *part, *[0] * (SIZE - 1 - len(part))]).tolist()
         self._received += numbers[:num]
         answers = []
         while len(self._received) >= HEADER and len(self._received) >= HEADER + self._received[HEADER - 1]:
-            row, end, num, *rest = self._received
-            answers.append(Answer(row, None, REASONS[end - 1]) if end else Answer(row, tuple(rest[:num])))
+            row, end, stream, num, *rest = self._received
+            made = Answer(row, None, REASONS[end - 1]) if end else Answer(row, tuple(rest[:num]), stream=stream)
+            answers.append(made)
             self._received = rest[num:]
         return answers
 

@@ -105,14 +105,14 @@ class Evaluation:
         )
 
     def _scores(self, data: Iteration, function: str = "") -> np.ndarray:
-        """Returns the scores of all ranks, or those of one function, [prompts, samples]; NaN where there is none.
-        Collective."""
+        """Returns the scores of all ranks, or those of one function, [prompts, samples]; NaN where there is none. The
+        first row of an episode has its score. Collective."""
         workload = self.job.program.workload
         scores = np.full((workload.rollout_batch, workload.samples_per_prompt), np.nan)
         every = self.job.world.allgather(self._reported(data, function), "the scores of an evaluation")
         for prompts, samples, values in every:
             scores[prompts, samples] = values
-        return scores
+        return scores[:, :: workload.episode_rows]
 
     def _reported(self, data: Iteration, function: str) -> tuple[list[int], list[int], list[float]]:
         """Returns prompt, sample and score of the rows that this rank reports, of a function NaN where it has none."""

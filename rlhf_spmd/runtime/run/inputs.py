@@ -18,7 +18,7 @@ from rlhf_spmd.model.texts.turns import NO_END, TurnJoins
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
-from rlhf_spmd.runtime.environments.episodes import Limits
+from rlhf_spmd.runtime.environments.episode_states import Limits
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments
 from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS
 from rlhf_spmd.runtime.rewards.function import source_file
@@ -101,6 +101,8 @@ def run_environments(
         seed=config.seed,
         on_failure=limits.on_failure,
         drawing={name: getattr(config.generation, name) for name in SAMPLING_KEYS},
+        num_rows=limits.rows,
+        max_prompt=config.data.max_prompt,
         beat=lambda: world.watch.beat(),
     )
 

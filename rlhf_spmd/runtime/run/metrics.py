@@ -14,7 +14,7 @@ from rlhf_spmd.plan.cost.model_flops import iteration_flops
 from rlhf_spmd.plan.runtime_words import PLACES_USED, SCORES, STEP_TOKENS, STEPS_MADE, TIMEOUTS
 from rlhf_spmd.runtime.checkpoint.resume import PROMPTS_USED
 from rlhf_spmd.runtime.data.step_order import NO_ROW
-from rlhf_spmd.runtime.environments.episodes import CHANGED, DROPPED
+from rlhf_spmd.runtime.environments.episodes import CHANGED, DROPPED, ROWS
 from rlhf_spmd.runtime.execute.handlers.infer import ENVIRONMENT
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.job import Job
@@ -62,6 +62,7 @@ TURNS = {  # of episodes
     **{f"end_{reason}": Metric("generation") for reason in REASONS},  # share of the episodes that ended so
     # requests of an agent that were refused because they changed the conversation, mean per episode
     CHANGED: Metric("generation", limits=(0.0, 0.05), advice="let the agent only add messages to its conversation"),
+    ROWS: Metric("generation"),  # rows that an agent opened, mean per episode, with episode.rows above 1
     # share of the episodes that are left out because an environment broke, with episode.on_failure=drop_group
     DROPPED: Metric("generation", limits=(0.0, 0.25), advice="look at the notes about the environment, and repair it"),
 }

@@ -107,8 +107,10 @@ def prepare(
     copied = working_bytes(program, world.rank)["copies with adapters"] + packed_bytes(program, world.rank)
     notes += filter(None, (note, limit_packing(world, config, library, copied)))
     with world.together("reading the environment"):
-        if config.environment and config.episode.on_failure == "drop_group":
-            _check_groups(program)
+        if config.environment:
+            _check_groups(program, drops=config.episode.on_failure == "drop_group")
+        if evaluation is not None:
+            _check_groups(evaluation, "episode.rows, of eval.num_prompts as a mini-batch")
         environments = run_environments(config, tokenizer, prompts, world, eos_ids)
         notes += _ends_of_answers(environments, config, prompts)
     job = Job(
@@ -165,11 +167,16 @@ def _ends_of_answers(environments: RunEnvironments | None, config: Config, promp
     return sorted(ends - {"", *prompts.remarks})
 
 
-def _check_groups(program: Program) -> None:
-    """Raises UserError unless each rank draws whole groups, so that it knows of each what is dropped."""
-    for call in program.workload.workflow.generate_calls:
-        layout, option = program.placement.layouts[call.name], "episode.on_failure=drop_group"
-        for problem in split_groups(layout, program.workload, call.name, option):
+def _check_groups(program: Program, option: str = "episode.rows", *, drops: bool = False) -> None:
+    """Raises UserError unless each rank draws whole episodes and, if groups are dropped, whole groups, so that it knows
+    of each what is dropped. option: that needs whole episodes."""
+    workload = program.workload
+    for call in workload.workflow.generate_calls:
+        layout = program.placement.layouts[call.name]
+        problems = [*split_groups(layout, workload, call.name, option, workload.episode_rows)]
+        if drops:
+            problems += split_groups(layout, workload, call.name, "episode.on_failure=drop_group")
+        for problem in problems:
             raise UserError(problem)
 
 
@@ -201,7 +208,7 @@ def make_iteration(job: Job, number: int, before: Iteration | None = None) -> It
     if workload.rounds > 1:
         rounds = Rounds(job.state.prompts_used + config.rollout_batch)
         prompts = job.prompts.following(job.state.prompts_used, config.rollout_batch)
-    prompt_N = np.array(prompts).repeat(config.samples_per_prompt)
+    prompt_N = np.array(prompts).repeat(workload.samples_per_prompt)
     sample_N = occurrences(prompt_N)
     orders = [
         epoch_order(config.seed, number, epoch, workload.num_sequences, workload.mini_batch, group=workload.group_size)

@@ -127,6 +127,8 @@ class Rollouts:
             index, sample = int(data.prompt_MC[m, column]), int(data.sample_MC[m, column])
             of_row = {key: values[key][m, c] for key in keys}
             tokens = {key: row[row >= 0].tolist() for key, row in of_row.items() if shapes[key] in TOKEN_SHAPES}
+            if self.actions in of_row and not tokens[call.prompts]:  # a blank row of an episode
+                continue
             num_tokens = max((len(tokens[key]) for key in call.responses), default=0)
             if workload.partial_steps and not num_tokens:  # it goes on in the next iteration
                 continue

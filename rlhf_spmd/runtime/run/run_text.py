@@ -73,8 +73,9 @@ def _iteration(job: Job) -> str:
     """Describes what an iteration trains on, for the heading."""
     config, sizes = job.config, f"{job.config.rollout_batch} rows"
     if job.program.workload.workflow.generate_calls:
+        rows = f" of {config.episode.rows} rows" if config.episode.rows > 1 else ""
         sizes = f"{config.rollout_batch} prompts x {config.samples_per_prompt} "
-        sizes += f"response{'s' * (config.samples_per_prompt > 1)} of at most "
+        sizes += f"response{'s' * (config.samples_per_prompt > 1)}{rows} of at most "
         sizes += f"{config.generation.max_new_tokens} new tokens"
         sizes += f" ({config.row_tokens} with answers)" if config.environment else ""
     budget = f" and at most {config.mini_batch_tokens} tokens" if config.mini_batch_tokens else ""

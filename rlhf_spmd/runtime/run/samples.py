@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
@@ -84,21 +85,29 @@ class _Drawn:
 def _drawn(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
     """Draws the responses to the first prompts with one copy of the model."""
     device, everything, environments = job.world.device, slice(0, 1), job.environments
-    prompts, rows, episodes = job.prompts.prompts[:num], [], None
+    prompts, rows, episodes, num_rows = job.prompts.prompts[:num], [], None, job.workload.episode_rows
+    prompt_B = np.arange(num).repeat(num_rows)
     if environments is not None:
-        rows = environments.rows(job, range(num), [0] * num, range(num))
-        episodes = shared(partial(environments.episodes, rows, 0, "samples"), num, model.parallel, device)
+        numbers = prompt_B.tolist()
+        rows = environments.rows(job, numbers, [0] * len(numbers), numbers)
+        episodes = shared(partial(environments.episodes, rows, 0, "samples"), len(rows), model.parallel, device)
         prompts = episodes.openings()
-    bits_BG = random_bits(
-        job.config.seed, random_streams.SAMPLES, 0, np.arange(num), np.zeros(num, int), job.config.row_tokens
-    )
+    prompts_BP = torch.full((len(prompt_B), job.config.data.max_prompt), -1) if num_rows > 1 else pad(prompts)
+
+    def bits_of(prompts: np.ndarray, samples: np.ndarray) -> Tensor:
+        """Returns the random bits [B, G] of samples of prompts."""
+        bits_BG = random_bits(job.config.seed, random_streams.SAMPLES, 0, prompts, samples, job.config.row_tokens)
+        return torch.from_numpy(bits_BG)
+
     rollout = Rollout(
         model,
-        pad(prompts).to(device)[None],
-        torch.from_numpy(bits_BG).to(device)[None],
+        prompts_BP.to(device)[None],
+        bits_of(prompt_B, np.zeros_like(prompt_B)).to(device)[None],
         episodes=episodes,
+        episode_rows=num_rows,
+        bits_of=lambda row, sample: bits_of(prompt_B[[row]], np.array([sample]))[0],
         max_new_tokens=job.config.generation.max_new_tokens,
-        max_sequences=num,
+        max_sequences=len(prompt_B),
         free_bytes=free,
         **job.drawing,
     )
@@ -108,14 +117,17 @@ def _drawn(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
         pairs = zip(prompts, responses, strict=True)
         return _Drawn([*prompts], responses_BG.tolist(), [job.tokenizer.decode_pair(*pair)[1] for pair in pairs])
     actions_BG, rewards_BG = rollout.of_turns(everything)
-    texts = []
+    texts = [""] * num
     for row, tokens, drawn_G, reason in zip(rows, responses, actions_BG > 0, rollout.reasons(everything), strict=True):
-        turns = environments.transcript(row.columns, tokens, drawn_G[: len(tokens)].tolist())
-        texts.append(episode_text(turns, reason))
+        if reason:  # else the row is blank
+            turns = environments.transcript(row.columns, tokens, drawn_G[: len(tokens)].tolist())
+            texts[row.prompt] += "\n" * bool(texts[row.prompt]) + episode_text(turns, reason)
     rewards = [
         math.nan if episodes.is_dropped(row) else reward for row, reward in enumerate(rewards_BG.sum(1).tolist())
     ]
-    return _Drawn(prompts, last_turns(responses_BG, actions_BG).tolist(), texts, rewards)
+    first = slice(None, None, num_rows)
+    prompts = [[token for token in row if token >= 0] for row in rollout.prompts_MBP[0, first].tolist()]
+    return _Drawn(prompts, last_turns(responses_BG, actions_BG)[first].tolist(), texts, rewards[first])
 
 
 def said_last(prompt: Sequence[int], tokenizer: Tokenizer) -> str:

@@ -17,18 +17,18 @@ from rlhf_spmd.runtime.execute.page_functions import called, results_of
 def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
     """Runs the function of a call on this rank's columns, with all rows that its scope asks for. If it ends with sums
     over the batch, collective over the Run's group. Rows that are dropped keep results of 0; functions of rows and of
-    groups do not see them."""
+    groups do not see them. Functions of groups see the rows of an episode as one row, which they are joined to."""
     workflow = job.workload.workflow
     place, seen = job.place(run), job.place(run, seen=True)
     own = slice(place[1].start - seen[1].start, place[1].stop - seen[1].start)
-    shape, num_samples = shape_of(seen), job.workload.samples_per_prompt
-    num_rows = shape[0] * shape[1]
+    shape, joined = shape_of(seen), job.workload.episode_rows if call.scope == "group" else 1
+    num_rows, num_samples = shape[0] * shape[1] // joined, job.workload.samples_per_prompt // joined
     # the leading dims of arguments: rows or the whole batch [B], groups [N, S], mini-batches [M, C]
     leading = {"group": (num_rows // num_samples, num_samples), "mini_batch": shape}.get(call.scope, (num_rows,))
     is_own = torch.zeros(shape, dtype=torch.bool, device=job.world.device)
     is_own[:, own] = True
-    is_own = is_own.flatten().unflatten(0, leading)
-    rows = {key: data.store.at(key, seen).flatten(0, 1) for key in call.inputs}
+    is_own = is_own.flatten()[::joined].unflatten(0, leading)
+    rows = {key: joined_rows(data.store.at(key, seen).flatten(0, 1), joined) for key in call.inputs}
     words = job.masks(mask_words(workflow, call), rows)
     arguments = {name: rows[key] for name, key in call.arguments} | words
     given = {name: tensor.unflatten(0, leading) for name, tensor in arguments.items()}
@@ -37,7 +37,7 @@ def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
         kept = kept_B.view(leading[0], -1).any(1)  # groups are dropped as a whole
         given, is_own = {name: tensor[kept] for name, tensor in given.items()}, is_own[kept]
         leading = (int(kept.sum()), *leading[1:])
-    shapes = {key: (*leading, *job.workload.row_shape(key)) for key in call.outputs}
+    shapes = {key: (*leading, *(joined * num for num in job.workload.row_shape(key))) for key in call.outputs}
     results, log = results_of(job, call, given, shapes)
     layout = job.program.layout_of(run)
     # of ranks that all see the same rows, one counts
@@ -54,10 +54,21 @@ def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
         whole = results[key].flatten(0, len(leading) - 1)
         if kept_B is not None:
             whole = whole.new_zeros(num_rows, *whole.shape[1:]).index_put((kept_B,), whole)
+        if joined > 1:
+            is_number = whole.dim() == 1
+            whole = whole.repeat_interleave(joined) if is_number else whole.unflatten(1, (joined, -1)).flatten(0, 1)
         data.store.at(key, place)[:] = whole.unflatten(0, shape)[:, own]
     if counts and run.consumer == job.program.placement.sites(call, workflow)[0]:
         for name, (total, weight) in log.items():
             data.meter.log(name, *_own_part(total, weight, is_own), job.config.algorithm.over(name))
+
+
+def joined_rows(rows: Tensor, num: int) -> Tensor:
+    """Joins every num neighbouring rows: their tokens [B, G] follow one another; of numbers [B], which they share, the
+    first one remains."""
+    if num == 1:
+        return rows
+    return rows[::num] if rows.dim() == 1 else rows.unflatten(0, (-1, num)).flatten(1, 2)
 
 
 def _own_part(total: Tensor | float, weight: Tensor | float, is_own: Tensor) -> tuple[Tensor | float, Tensor | float]:

@@ -63,7 +63,8 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
         meter.add(f"{prefix}answer_tokens", of_answers.sum(), num)
         meter.add(f"{prefix}prompt_length", (made[opened_of(key)] >= 0).sum(), num)
         meter.add(f"{prefix}turns", sum(num_turns for _, num_turns in ends), num)
-        data.note(f"{prefix}{END}", whole, [REASONS.index(one) for one in rollout.reasons(place[0])], again_MC)
+        ended = [REASONS.index(one) if one else None for one in rollout.reasons(place[0])]
+        data.note(f"{prefix}{END}", whole, ended, again_MC)
         for reason in REASONS:
             meter.add(f"{prefix}end_{reason}", counted[reason], num)
     if rollout.episodes is not None and call.name not in data.generations:
@@ -115,6 +116,8 @@ def _episodes(job: Job, call: Generate, model: Transformer, data: Iteration, col
 def _opened(episodes: Episodes, data: Iteration, columns: slice, prompts_MCP: Tensor) -> Tensor:
     """Returns the prompts of rows as their environments open them: like prompts_MCP, those of the data set."""
     opened_MCP, opened = torch.full_like(prompts_MCP, -1), episodes.openings()
+    if data.store.workload.episode_rows > 1:  # answers open rows
+        return opened_MCP
     for index, tokens_P, tokens in zip(
         data.prompt_MC[:, columns].flatten().tolist(), opened_MCP.flatten(0, 1), opened, strict=True
     ):
@@ -155,6 +158,8 @@ def _all_of_iteration(
         block_size=generation.block_size,
         free_bytes=max(share * free, scratch(job.world.device).cache_bytes),
         episodes=episodes,
+        episode_rows=job.workload.episode_rows,
+        bits_of=partial(data.bits_of, stream, columns),
         max_new_tokens=generation.max_new_tokens,
         begun=begun(job, call, data, (ALL, columns)),
         records_routes=routes_of(call.outputs[0]) in call.outputs,

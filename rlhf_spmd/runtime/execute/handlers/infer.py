@@ -209,8 +209,11 @@ def keep_scores(
     name, meter = call.outputs[0].removesuffix("s"), job.meter(call, data)
     if job.config.reward_timeout_s:
         meter.add(TIMEOUTS, len(judged.late), len(scores_B))
+    is_first_MC = torch.arange(place[1].start, place[1].stop).expand(shape_of(place)) % job.workload.episode_rows == 0
+    is_first_B = (is_first_MC if kept_MC is None else is_first_MC[kept_MC.cpu()]).flatten().tolist()
     for label, values in ({"": scores_B.tolist()} | logs).items():
-        found = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
+        counted = [value for value, is_first in zip(values, is_first_B, strict=False) if is_first and value is not None]
+        found = torch.tensor(counted, dtype=torch.float64)
         meter.add(f"{name}_{label}" if label else name, found.sum(), len(found))
         if label and values:
             data.note(f"{name}_{label}", place, values, kept_MC)

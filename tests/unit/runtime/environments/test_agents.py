@@ -14,7 +14,7 @@ from rlhf_spmd.model.hf import tool_schema
 from rlhf_spmd.runtime.environments.adapters import load_environments
 from rlhf_spmd.runtime.environments.agents import Conversation, Refused, refused_option
 from rlhf_spmd.runtime.environments.endpoint import UNKNOWN, Endpoint
-from rlhf_spmd.runtime.environments.episodes import Limits, Row
+from rlhf_spmd.runtime.environments.episode_states import Limits, Row
 from rlhf_spmd.runtime.environments.native import Start
 from tests.environments import agents
 from tests.unit.runtime.environments.test_episodes import ASK, FILES, play, rows_of, scripted, text_of
@@ -49,12 +49,13 @@ def drive(monkeypatch):
             assert os.environ["OPENAI_BASE_URL"] == home.base_url
             session = load_environments(f"{FILES}/agents.py:{agent}")[""].make()
             session.home = home
-            found = [await session.begin(Start({"prompt": ASK, **columns}, "", None, 1, 2, "e"))]
+            row = session.row(0)
+            found = [await row.begin(Start({"prompt": ASK, **columns}, "", None, 1, 2, "e"))]
             for one in said:
-                found.append(await session.step(SAID | one))
+                found.append(await row.step(SAID | one))
             if not getattr(found[-1], "is_done", False):
-                session.cut(SAID | {"finish_reason": "length"} if is_cut else None)
-                found.append(await session.reward())
+                row.cut(SAID | {"finish_reason": "length"} if is_cut else None)
+                found.append(await row.reward())
             await session.close()
             return found
 

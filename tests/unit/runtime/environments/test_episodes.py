@@ -11,7 +11,8 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer, tool_schema
 from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
-from rlhf_spmd.runtime.environments.episodes import Episodes, Limits, Row, id_of, seed_of
+from rlhf_spmd.runtime.environments.episode_states import Limits, Row
+from rlhf_spmd.runtime.environments.episodes import Episodes, id_of, seed_of
 from rlhf_spmd.runtime.environments.renderer import renderer_of
 from rlhf_spmd.runtime.environments.workers import environment_workers
 from rlhf_spmd.runtime.workers.pool import WorkerPool
@@ -19,6 +20,7 @@ from tests import environments
 from tests.templates import ENDS, HERE, STARTED, write_bytes_tokenizer
 
 FILES = Path(environments.__file__).parent
+AGENTS = tuple(f"{FILES}/{name}.py" for name in ("agents", "several_rows"))
 ASK = [{"role": "user", "content": "Go."}]
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
 SLEEPY = '''
@@ -56,7 +58,8 @@ def world(folder):
     def world(spec: str, rows: list[Row], *, name="chatml", num=2, limits=None, **more) -> Episodes:
         spec = spec if spec.startswith("/") else f"{FILES}/{spec}"
         if (spec, num) not in pools:
-            how = {"drawing": {"max_new_tokens": 64}} if "agents.py" in spec else {}
+            how = {"drawing": {"max_new_tokens": 64}} if spec.startswith(AGENTS) else {}
+            how |= {"num_rows": more["num_rows"]} if "num_rows" in more else {}
             pools[spec, num] = environment_workers(spec, [*rows[0].columns], num=num, **how)
         template, tokenizer = ChatTemplate(folder, str(HERE / f"{name}.jinja"), started=STARTED), load_tokenizer(folder)
         stops, found = [tokenizer.vocabulary()[ENDS[name]]], load_environments(spec)

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
-from rlhf_spmd.runtime.environments.episodes import Limits
+from rlhf_spmd.runtime.environments.episode_states import Limits
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments, row_of
 from tests.size_rules import REPOSITORY as ROOT
 from tests.templates import ENDS, HERE, STARTED, write_bytes_tokenizer

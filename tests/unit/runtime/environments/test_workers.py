@@ -31,7 +31,7 @@ def pools():
 
 
 def ask(pool: WorkerPool, key: int, do: str, *, limit_s: float = 0.0, is_alone: bool = False, **message) -> int:
-    message |= {"do": do, "limit_s": limit_s, "environment": "", "episode_id": "e"}
+    message |= {"do": do, "limit_s": limit_s, "environment": "", "episode_id": "e", "row": 0}
     return pool.ask(key, message, timeout_s=limit_s, is_alone=is_alone)
 
 
