@@ -83,7 +83,8 @@ CASES = [("separation", case) for case in OPTIONS]
 CASES += [("separation 1", "state"), ("apart", "ppo"), ("halves", "state"), ("halves", "ppo"), ("beside", "state")]
 CASES += [("trained on halves", "state"), ("scattered", "ppo"), ("scattered", "whole")]
 MORE = [("separation", "rloo"), ("separation", "reinforce_plus_plus"), ("separation 1", "state")]
-MORE += [("halves", "ppo"), ("halves", "state"), ("scattered", "ppo")]  # of the same: others have their calls or their placement
+# of the same: others have their calls or their placement
+MORE += [("halves", "ppo"), ("halves", "state"), ("scattered", "ppo")]
 
 
 class Chained(RunOf):
