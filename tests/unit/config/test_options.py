@@ -32,6 +32,7 @@ NEEDED = {  # options that make no sense without others
         ["environment=m:f", "ppo.old_logprobs=recompute"],
     ),
     "episode.max_row_tokens": ["environment=m:f", "generation.max_new_tokens=4"],
+    "episode.rows": ["environment=m:f", "grpo.old_logprobs=recompute"],
     "episode.on_failure": ["environment=m:f", "ppo.old_logprobs=recompute"],
     "rollouts.format": ["rollouts.every=1"],
     # else they change, too
@@ -43,7 +44,7 @@ NEEDED = {  # options that make no sense without others
     "eval.samples_per_prompt": ["eval.prompts=x", "eval.temperature=1"],
 }
 EVALUATED = ["eval.prompts=x", "checkpoint.best=mean@1"]
-PAGES = {"mini_batch_tokens": "sft"}  # of options that do not go with PPO
+PAGES = {"mini_batch_tokens": "sft", "episode.rows": "grpo"}  # of options that do not go with PPO
 VALUES = {
     "forecast_failed_groups": "0.25",
     "lora.targets": "q_proj",
