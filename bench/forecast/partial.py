@@ -1,8 +1,8 @@
 """What partial rollouts gain: iterations that sample a part of long responses, measured beside their forecast.
 
 GRPO on two ranks as in `bench lengths`, whose layers sleep: one trains, and the other one samples ahead, all responses
-at once. Their lengths are lognormal with sigma 1. An iteration with `partial_steps` trains fewer responses, in less time: the
-row has seconds per trained response, over iterations after the first ones, in which few have ended.
+at once. Their lengths are lognormal with sigma 1. An iteration with `partial_steps` trains fewer responses, in less
+time: the row has seconds per trained response, over iterations after the first ones, in which few have ended.
 
 Cost: 4 minutes on two cores. Command: python -m bench partial
 """
