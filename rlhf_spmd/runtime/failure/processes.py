@@ -4,6 +4,7 @@ import ctypes
 import os
 import time
 from contextlib import suppress
+from typing import NamedTuple
 
 import psutil
 
@@ -12,6 +13,7 @@ LIBC = ctypes.CDLL(None)
 END_S = 5.0  # what does not end by then hangs in the kernel, or belongs to another user
 PAUSE_S = 0.001
 SPINNING = (b"NCCL", b"pt_nccl", b"cuda")  # how the names of threads begin that use a processor while they wait
+LOOP = b"gloo_tcp_loop"  # a thread that carries messages and, while none comes, wakes up a hundred times a second
 
 
 def adopt() -> None:
@@ -50,30 +52,48 @@ def is_alive(process: int) -> bool:
 
 
 def process_fields(process: int) -> tuple[str, float, int] | None:
-    """Returns state, processor seconds (without those of `spun_s`) and bytes of memory of a process; None if it does
+    """Returns state, processor seconds (without those of `waiting`) and bytes of memory of a process; None if it does
     not exist."""
     with suppress(psutil.Error):
-        spun = spun_s(process)  # first: with what it uses in between, the process looks busy, never idle
+        threads = waiting(process)  # first: with what it uses in between, the process looks busy, never idle
         found = psutil.Process(process)
         with found.oneshot():
             used = found.cpu_times()
-            return found.status(), used.user + used.system - spun, found.memory_info().rss
+            return found.status(), used.user + used.system - threads.spun_s - threads.loops_s, found.memory_info().rss
     return None
 
 
-def spun_s(process: int | str = "self") -> float:
-    """Returns processor seconds of those threads of a process that use it to wait: NCCL's, between nodes for as long as
-    a message is pending, those of torch that look after them, and those of CUDA's driver."""
-    spinning = set()
+class Waiting(NamedTuple):
+    """What threads of a process have used that waits, in processor seconds.
+
+    spun_s: NCCL's, between nodes for as long as a message is pending, those of torch that look after them, and those of
+        CUDA's driver.
+    loops_s: gloo's, with the messages that they have carried.
+    num_loops: gloo's threads.
+    """
+
+    spun_s: float = 0.0
+    loops_s: float = 0.0
+    num_loops: int = 0
+
+
+def waiting(process: int | str = "self") -> Waiting:
+    """Returns what the threads of a process have used that waits."""
+    spinning, loops = set(), set()
     with suppress(OSError):  # the process, or a thread of it, has ended
         for thread in os.listdir(f"/proc/{process}/task"):
             with open(f"/proc/{process}/task/{thread}/comm", "rb", buffering=0) as file:
-                if file.read().startswith(SPINNING):
-                    spinning.add(int(thread))
-    if not spinning:  # the watch calls this often, and must not look busy itself
-        return 0.0
+                name = file.read()
+            if name.startswith(SPINNING):
+                spinning.add(int(thread))
+            elif name.startswith(LOOP):
+                loops.add(int(thread))
+    if not spinning | loops:  # the watch calls this often, and must not look busy itself
+        return Waiting()
     threads = psutil.Process(None if process == "self" else int(process)).threads()
-    return sum(thread.user_time + thread.system_time for thread in threads if thread.id in spinning)
+    used_s = {thread.id: thread.user_time + thread.system_time for thread in threads}
+    spun_s, loops_s = (sum(used_s.get(thread, 0.0) for thread in ids) for ids in (spinning, loops))
+    return Waiting(spun_s, loops_s, len(loops))
 
 
 def waits_for_disk() -> bool:

@@ -83,14 +83,23 @@ def test_what_waits_for_a_peer_is_not_at_work(name, counts):
     assert (counts, counts) in (seen_work(name, 0.6) for _ in range(5))
 
 
-def seen_work(name: bytes, used_s: float) -> tuple[bool, bool]:
-    """Returns whether the watch, and the fields of the process, count the seconds of a thread of this name."""
+def test_a_loop_of_gloo_is_at_work_if_it_carries_a_message():
+    """It wakes up a hundred times a second while it waits, which takes some milliseconds of each second."""
+    assert (False, False) in (seen_work(b"gloo_tcp_loop", 0.6) for _ in range(5))  # of 100 s
+    assert (True, False) in (seen_work(b"gloo_tcp_loop", 0.6, ago_s=10.0) for _ in range(5))
+
+
+def seen_work(name: bytes, used_s: float, ago_s: float = 100.0) -> tuple[bool, bool]:
+    """Returns whether the watch, and the fields of the process, count the seconds of a thread of this name.
+
+    ago_s: since the last activity.
+    """
     world = Alone()
     world.deadline_s = 30.0  # of which a hundredth is work
     watch = Watch(world)
     watch._update()
-    watch._active -= 100.0
+    watch._active -= ago_s
     before_s = process_fields(os.getpid())[1]
     with used_by_a_thread(name, used_s):
-        is_at_work = watch._update() < 50.0
+        is_at_work = watch._update() < ago_s / 2
         return is_at_work, process_fields(os.getpid())[1] - before_s > used_s / 2
