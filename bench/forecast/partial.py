@@ -1,10 +1,10 @@
 """What partial rollouts gain: iterations that sample a part of long responses, measured beside their forecast.
 
-GRPO on two ranks as in `bench lengths`, whose layers sleep: one trains, and the other one samples ahead, all responses
-at once. Their lengths are lognormal with sigma 1. An iteration with `partial_steps` trains fewer responses, in less
-time: the row has seconds per trained response, over iterations after the first ones, in which few have ended.
+Two ranks as in `bench lengths`, whose layers sleep: one trains, and the other one samples ahead, all responses at once.
+Their lengths are lognormal with sigma 1. An iteration with `partial_steps` trains fewer responses, in less time: the
+row has seconds per trained response, over iterations after the first ones, in which few have ended.
 
-Cost: 4 minutes on two cores. Command: python -m bench partial
+Cost: 14 minutes on two cores. Command: python -m bench partial
 """
 
 import argparse
@@ -28,8 +28,8 @@ from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.plan.proof import token_lags
 from rlhf_spmd.plan.workload import ResponseLengths
 
-STEPS = (0, 32, 16)  # of an iteration; 0: all
-MEAN, SIGMA, LIMIT = 10.0, 1.0, 128  # tokens
+STEPS = (0, 16, 8)  # of an iteration; 0: all
+MEAN, SIGMA, LIMIT = 10.0, 1.0, 64  # tokens
 WARM_UP, COUNTED = 6, 9  # iterations
 TOLERANCE = 0.15
 
@@ -54,7 +54,7 @@ def measure(world: Any, config: Any, program: Any) -> dict[str, Any]:
 
     job = prepare(dataclasses.replace(config, iterations=WARM_UP + COUNTED), program, world).job
     done = [one.metrics for one in Loop(job, Executor(job, Tracer()), []).iterations()][WARM_UP:-1]
-    rows = statistics.fmean(program.workload.rollout_batch * (1 - one.get("held_groups", 0.0)) for one in done)
+    rows = statistics.fmean(config.rollout_batch * (1 - one.get("held_groups", 0.0)) for one in done)
     seconds = statistics.fmean(one["iteration_s"] for one in done)
     lags = [one["lag_tokens"] for one in done if "lag_tokens" in one]
     return {"iteration_s": seconds, "trained": rows, "measured_s": seconds / rows, "lag": statistics.fmean(lags or [1])}
@@ -70,7 +70,7 @@ def run_cases(file: Path) -> None:
         if world.rank == 0:
             sleeping.write_inputs(folder)
         world.barrier("the models")
-        base = sleeping.config_of("grpo", folder, LIMIT, 64)
+        base = sleeping.config_of("ppo", folder, LIMIT, 64)
         configs = [dataclasses.replace(base, partial_steps=steps) for steps in STEPS]
         separation, cluster = load_strategy("separation"), Cluster.parse("1x2")
         programs = [separation.compile(make_workload(one), cluster, {"ahead": 1}) for one in configs]
@@ -82,7 +82,7 @@ def run_cases(file: Path) -> None:
             tokens["steps"] = steps
             workload = dataclasses.replace(program.workload, forecast_lengths=ResponseLengths(MEAN, SIGMA))
             found = forecast(dataclasses.replace(program, workload=workload), calibration).makespan_s
-            trained = workload.rollout_batch * (parts_of(workload).ended if steps else 1.0)
+            trained = config.rollout_batch * (parts_of(workload).ended if steps else 1.0)
             row = {"bench": "partial", "steps": steps, "mean": MEAN, "sigma": SIGMA, "limit": LIMIT}
             row |= {"forecast_s": found / trained, "most_lag": token_lags.most(program)}
             row |= measure(world, config, program) | {"wall_s": time.perf_counter() - began}

@@ -42,7 +42,7 @@ def test_an_agent_trains(run):
     ("ranks", "own"),
     [
         (1, ()),
-        (2, SLICES),
+        pytest.param(2, SLICES, marks=pytest.mark.slow),  # tests/mpi/test_episodes.py has slices
         pytest.param(2, STAGES, marks=pytest.mark.slow),
         pytest.param(4, (*STAGES, "strategy.generation_tp=2"), marks=pytest.mark.slow),
         pytest.param(4, (), marks=pytest.mark.slow),

@@ -95,6 +95,7 @@ def test_a_resume_repeats_and_skips_none(options, one_rank, tmp_path):
         assert timeless(half) == timeless(whole) and parts_of(half) == parts_of(whole)
 
 
+@pytest.mark.slow
 def test_one_that_was_left_out_is_made_up_for(options, one_rank, tmp_path):
     """As after SIGTERM, which leaves no time for an evaluation. It counts for checkpoint.best, too, which may be given
     at a resume."""

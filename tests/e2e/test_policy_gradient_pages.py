@@ -37,7 +37,7 @@ CASES = {  # page, options, ranks, placement
     "reinforce++": ("reinforce_plus_plus", (), 4, REALLOCATION),
     "reinforce++ with baseline": ("reinforce_plus_plus", ("reinforce_plus_plus.baseline=group",), 3, ()),
 }
-FAST = ("grpo, oversampling on 3", "remax on 3")
+FAST = ("remax on 3",)
 REWARD = """
 def few(prompts, responses):
     return [float(len(response.split()) > 4) + 0.5 * float("ba" in response) for response in responses]

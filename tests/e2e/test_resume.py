@@ -68,6 +68,7 @@ def test_killed_and_resumed_is_the_same_run(overrides, tmp_path):
     kill_and_resume(overrides, tmp_path, 2, seed=1)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts(tmp_path):
     """GRPO one iteration ahead: a checkpoint has the experts that the next batch took in generation."""
     words = ["--preset", "arithmetic", "--model", embedded.path_of("mixture/actor"), "num_samples=2", "eval.every=3"]

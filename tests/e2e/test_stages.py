@@ -67,6 +67,7 @@ def test_three_stages(folder, tmp_path):
     assert last["score_min"] - 1 < scores < last["score_max"] + 1 and scores != 0
 
 
+@pytest.mark.slow
 def test_epochs_with_a_budget_and_logprobs_of_the_start(folder, tmp_path):
     """They are computed on two ranks. A run that is resumed for another epoch equals one that was not, bit by bit, also
     if it has to compute some again."""

@@ -103,6 +103,7 @@ def test_episodes_are_shown_by_turns(whole, capsys):
     assert all(f">{name}<" in shown for name in ("turns", "tool_calls", "tool_failures", "reward"))
 
 
+@pytest.mark.slow
 def test_groups_that_fail_are_sampled_again(tmp_path):
     """In rounds, by one rank as by two with slices of the actor."""
     rounds = ("grpo.rounds=3", "grpo.drop_equal_groups=true", "rollouts.every=1", "eval.prompts=", "iterations=2")
