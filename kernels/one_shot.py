@@ -5,7 +5,8 @@ order of the ranks and rounds after each, so that all ranks have the same bits. 
 ranks share by a kernel before: torch's operator that copies in the same kernel tells the other ranks that their part is
 there before all of its threads have written it (torch's source in 2026).
 
-Ranks use it if all of them can, and if a first sum has the bits of `in_order`; else, and for larger messages, NCCL.
+Ranks use it if VARIABLE asks for it, if all of them can, and if a first sum has the bits of `in_order`; else, and for
+larger messages, NCCL.
 """
 
 # R ranks, N numbers of a message
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.collectives import all_gather
 
-VARIABLE = "RLHF_SPMD_ONE_SHOT"  # 0: NCCL alone
+VARIABLE = "RLHF_SPMD_ONE_SHOT"  # 1: in one shot, which no GPU has run yet; else NCCL alone
 READ_BYTES = 2**21  # that a rank reads for the largest message
 VECTOR_BYTES = 16  # that a thread reads at once
 DTYPES, TEXT_BYTES = (torch.float32, torch.bfloat16), 200
@@ -114,8 +115,8 @@ def _device(group: dist.ProcessGroup) -> torch.device:
 
 def _lack(group: dist.ProcessGroup) -> str:
     places = [text.split() for text in _gathered(f"{_device(group).index or 0} {socket.gethostname()}", group)]
-    if os.environ.get(VARIABLE, "") == "0":
-        return f"{VARIABLE}=0"
+    if os.environ.get(VARIABLE) != "1":
+        return f"{VARIABLE}=1 is not set"
     links = torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
     return lack([(host, int(device)) for device, host in places], links)
 

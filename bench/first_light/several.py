@@ -10,8 +10,8 @@ from bench.first_light.steps import Found, Light
 from tests.run_mpi import mpi_command, run_limited
 
 RANKS, MOST_RANKS = 2, 4
-BY_NCCL, NOTED = {"RLHF_SPMD_ONE_SHOT": "0"}, "NCCL_GRAPH_REGISTER=1"
-SUMS = {"one shot": {}, "NCCL": BY_NCCL, NOTED: BY_NCCL | {"NCCL_GRAPH_REGISTER": "1"}}
+ONE_SHOT, NOTED = {"RLHF_SPMD_ONE_SHOT": "1"}, "NCCL_GRAPH_REGISTER=1"
+SUMS = {"one shot": ONE_SHOT, "NCCL": {}, NOTED: {"NCCL_GRAPH_REGISTER": "1"}}
 CASE_S = 100.0  # of one case of on_ranks.py
 
 
@@ -51,7 +51,7 @@ def tp_graphs(light: Light) -> Found:
 
 
 def one_shot_sums(light: Light) -> Found:
-    found, why = on_ranks(light, "sums")
+    found, why = on_ranks(light, "sums", **ONE_SHOT)
     light.row(**(found or {"why": why}))
     return Found(found is not None and (light.dry or found["ok"]), found["told"] if found else why)
 

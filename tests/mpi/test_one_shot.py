@@ -14,7 +14,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 @pytest.fixture
 def group(world, make_group, monkeypatch):
     monkeypatch.setattr(one_shot, "_TOLD", {})
-    monkeypatch.delenv(one_shot.VARIABLE, raising=False)
+    monkeypatch.setenv(one_shot.VARIABLE, "1")
     return make_group(range(world.size))
 
 
@@ -29,9 +29,9 @@ def test_ranks_without_gpus(world, group):
 
 def test_what_one_rank_lacks_all_ranks_are_told(world, group, monkeypatch):
     if world.rank == 0:
-        monkeypatch.setenv(one_shot.VARIABLE, "0")
+        monkeypatch.delenv(one_shot.VARIABLE)
     one_shot._connect(group)
-    assert one_shot.told() == f"NCCL ({one_shot.VARIABLE}=0)"
+    assert one_shot.told() == f"NCCL ({one_shot.VARIABLE}=1 is not set)"
 
 
 def test_an_error_of_one_rank_stops_no_other(world, group, monkeypatch):
