@@ -40,7 +40,7 @@ def told() -> str:
 
 def connect(group: dist.ProcessGroup | None) -> None:
     """Finds out, once, how the ranks of a group sum, and connects them. Collective, of GPUs; it never fails."""
-    if group is not None and group.group_name not in _TOLD and dist.get_backend(group) == "nccl":
+    if group is not None and dist.get_backend(group) == "nccl" and group.group_name not in _TOLD:
         _connect(group)
 
 
