@@ -30,24 +30,24 @@ DTYPES, TEXT_BYTES = (torch.float32, torch.bfloat16), 200
 NO_LINKS = "not all GPUs are connected by NVLink"
 
 _SHARED: dict[str, Tensor] = {}  # by a group's name: this rank's bytes of the memory that its ranks share
-_TOLD: dict[str, str] = {}  # by a group's name, how it sums
+_DESCRIPTIONS: dict[str, str] = {}  # by a group's name, how it sums
 
 
-def told() -> str:
+def description() -> str:
     """Returns how the groups of this process sum, for people; empty if it has none."""
-    return "; ".join(dict.fromkeys(_TOLD.values()))
+    return "; ".join(dict.fromkeys(_DESCRIPTIONS.values()))
 
 
 def connect(group: dist.ProcessGroup | None) -> None:
     """Finds out, once, how the ranks of a group sum, and connects them. Collective, of GPUs; it never fails."""
-    if group is not None and dist.get_backend(group) == "nccl" and group.group_name not in _TOLD:
+    if group is not None and dist.get_backend(group) == "nccl" and group.group_name not in _DESCRIPTIONS:
         _connect(group)
 
 
 def _connect(group: dist.ProcessGroup) -> None:
     steps: tuple[Callable[[dist.ProcessGroup], str], ...] = (_lack, _allocated, _joined, _checked)
     why = next(filter(None, (_agreed(step, group) for step in steps)), "")
-    _TOLD[group.group_name] = f"NCCL ({why})" if why else "in one shot over NVLink, larger ones by NCCL"
+    _DESCRIPTIONS[group.group_name] = f"NCCL ({why})" if why else "in one shot over NVLink, larger ones by NCCL"
     if why:
         _SHARED.pop(group.group_name, None)
 

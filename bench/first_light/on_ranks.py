@@ -107,7 +107,7 @@ def sums(world: World, dry: bool) -> dict:
     """Compares the sums of decode steps in one shot with NCCL's: their numbers, their bits on all ranks, their time."""
     group, device = world.group("tp"), world.device
     one_shot.connect(group)
-    found: dict = {"how": one_shot.told() or "gloo", "seconds": {}, "off": 0.0, "equal_bits": True}
+    found: dict = {"how": one_shot.description() or "gloo", "seconds": {}, "off": 0.0, "equal_bits": True}
     for num_bytes in MESSAGES:
         generator = torch.Generator(device).manual_seed(world.rank)
         mine_N = torch.randn(num_bytes // 2, generator=generator, device=device).to(torch.bfloat16)

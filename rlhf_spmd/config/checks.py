@@ -213,7 +213,7 @@ def _of_environments(config: Config) -> list[Rule]:
         (
             "episode.rows mini_batch",
             config.mini_batch % rows,
-            "a mini-batch has whole episodes: make it a multiple of the first",
+            "a mini-batch must hold whole episodes; make mini_batch a multiple of episode.rows",
         ),
         (
             "episode.max_row_tokens generation.max_new_tokens",

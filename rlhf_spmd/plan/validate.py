@@ -155,7 +155,7 @@ def _partial_problems(placement: Placement, workload: Workload) -> Iterator[str]
         "old_logprobs=recompute": any(_repeats_drawn(call, workflow) for call in workflow.calls),
     }
     for name in (name for name, has in others.items() if has):
-        yield f"{where}: not yet with {name}, in which a response has one iteration; drop one of them"
+        yield f"{where}: it is not supported with {name}; drop one of them"
     for call in calls:
         yield from split_groups(placement.layouts[call.name], workload, call.name, where)
 

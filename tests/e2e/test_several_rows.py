@@ -128,7 +128,7 @@ def test_a_kill_leaves_the_same_bits(tmp_path):
         (("reward_function=rlhf_spmd.rewards:exact_answer",), "which its agent returns, is that of all of its rows"),
         (("grpo.turn_rewards=true", "grpo.scale=none"), "does not compare whole episodes"),
         (("--algorithm", "ppo"), "does not compare whole episodes"),
-        (("mini_batch=10",), "a mini-batch has whole episodes"),
+        (("mini_batch=10",), "a mini-batch must hold whole episodes"),
         pytest.param(
             (f"environment={FILE.with_name('functions.py')}:add",),
             "only agents open further rows",

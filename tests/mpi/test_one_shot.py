@@ -13,17 +13,17 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 @pytest.fixture
 def group(world, make_group, monkeypatch):
-    monkeypatch.setattr(one_shot, "_TOLD", {})
+    monkeypatch.setattr(one_shot, "_DESCRIPTIONS", {})
     monkeypatch.setenv(one_shot.VARIABLE, "1")
     return make_group(range(world.size))
 
 
 def test_ranks_without_gpus(world, group):
     one_shot.connect(group)
-    assert one_shot.told() == "", "gloo's ranks do not ask"
+    assert one_shot.description() == "", "gloo's ranks do not ask"
     one_shot._connect(group)
-    assert one_shot.told().startswith("NCCL (") and group.group_name not in one_shot._SHARED
-    assert len({*world.allgather(one_shot.told())}) == 1
+    assert one_shot.description().startswith("NCCL (") and group.group_name not in one_shot._SHARED
+    assert len({*world.allgather(one_shot.description())}) == 1
     assert not one_shot.sum_in_place(torch.ones(8), group)
 
 
@@ -31,7 +31,7 @@ def test_what_one_rank_lacks_all_ranks_are_told(world, group, monkeypatch):
     if world.rank == 0:
         monkeypatch.delenv(one_shot.VARIABLE)
     one_shot._connect(group)
-    assert one_shot.told() == f"NCCL ({one_shot.VARIABLE}=1 is not set)"
+    assert one_shot.description() == f"NCCL ({one_shot.VARIABLE}=1 is not set)"
 
 
 def test_an_error_of_one_rank_stops_no_other(world, group, monkeypatch):

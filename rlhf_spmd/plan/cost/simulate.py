@@ -2,9 +2,9 @@
 
 Instructions mean the same as in deadlock.py and runtime/execute/executor.py: a Run with a group begins when its last
 rank arrives and ends on all ranks together; a message starts once both ends have posted it; a Wait ends with the last
-message of this rank's part; Agree ends when the last rank arrives; a Load lasts beside what follows. A rank sends, and
-receives, one message after the other, those through host memory beside the rest; ranks that share the cores of a node
-share their time.
+message of this rank's part; Agree ends when the last rank arrives; a Load runs beside the instructions after it. A
+rank sends, and receives, one message after the other, those through host memory beside the rest; ranks that share the
+cores of a node share their time.
 
 In a chain of iterations (program/chain.py) every rank executes its list again and again, until a list takes all ranks
 as long as the one before: that is the iteration which is returned. None of them is drained.

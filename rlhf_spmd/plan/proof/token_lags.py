@@ -30,7 +30,7 @@ def lag_problems(program: Program) -> Iterator[Problem]:
                 elif isinstance(step, Run) and step.call == call.name:
                     lag = iteration - 1 - newest + program.workload.num_parts - 1
                     if lag > most(program):
-                        text = f"draws tokens that train {lag} iterations later, which is more than {most(program)}"
+                        text = f"samples tokens that train {lag} iterations later, which is more than {most(program)}"
                         yield rank, position, f"{step} {text}"
                 elif isinstance(step, Run):
                     other = program.workload.workflow.call(step.call)

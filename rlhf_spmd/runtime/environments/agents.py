@@ -312,14 +312,14 @@ class AgentSession(Session):
         try:
             result = await self.function(client, **values)
             with checking("the agent", result, "the reward, a number"):
-                self._tell(number(result))
+                self._end_rows(number(result))
         except BaseException as error:
             is_limit = isinstance(error, Exception) and not isinstance(error, UserError)
             is_limit = is_limit and len(self.rows) > 1 and any(row.is_over for row in self.rows)
-            self._tell(0.0 if is_limit else error)
+            self._end_rows(0.0 if is_limit else error)
 
-    def _tell(self, event: float | BaseException) -> None:
-        """Tells all rows of the end."""
+    def _end_rows(self, event: float | BaseException) -> None:
+        """Ends all rows with a reward or an error."""
         for row in self.rows:
             row.events.put_nowait(event)
 
@@ -334,7 +334,7 @@ class AgentSession(Session):
             self.num_refused += 1
             self.num_changed += error.code == CHANGED
             if self.num_refused > MOST_REFUSED:
-                self._tell(UserError(f"the agent goes on after {MOST_REFUSED} errors such as: {error}"))
+                self._end_rows(UserError(f"the agent goes on after {MOST_REFUSED} errors such as: {error}"))
             raise
         return await asyncio.shield(request.answer)
 
@@ -348,7 +348,7 @@ class AgentSession(Session):
                 "episode several rows (episode.rows=4)"
             )
         if wrong:
-            self._tell(UserError(wrong))
+            self._end_rows(UserError(wrong))
             raise Refused("invalid_request", wrong)
         return self._row_of(body.get("messages") or [], body.get("tools") or None).take(body)
 

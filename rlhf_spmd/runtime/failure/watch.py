@@ -48,6 +48,7 @@ class Watch:
         self._beats, self._seen = 0, Seen((-1, -1), 0.0, 0.0, -1)
         self._active = self._checked = time.monotonic()
         self._used: dict[int, float] = {}  # rank -> processor seconds at the last check
+        self._own_s = 0.0  # processor seconds of the checks themselves
         self._over, self._has_failed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -80,6 +81,7 @@ class Watch:
                     me, why = name_ranks([self.world.rank], self.world.hosts), f"{type(error).__name__}: {error}"
                     output.say(f"{PREFIX}{me} could not check whether the job hangs ({why}); it tries again")
                 self._has_failed = True
+            self._own_s = time.thread_time()
 
     def _check(self) -> None:
         """Checks once; ends the job if it hangs."""
@@ -96,7 +98,7 @@ class Watch:
         used, threads = resource.getrusage(resource.RUSAGE_SELF), waiting()
         seen = Seen(
             (world.record.num_begun, self._beats),
-            used.ru_utime + used.ru_stime - threads.spun_s - threads.loops_s,
+            used.ru_utime + used.ru_stime - threads.spun_s - threads.loops_s - self._own_s,
             threads.loops_s,
             used.ru_majflt + used.ru_inblock + used.ru_oublock,
         )

@@ -34,7 +34,9 @@ def facts(prepared: Prepared, folder: RunFolder) -> dict[str, str]:
             read = " (has another tokenizer, so it is given text)" if reads_text(config, role) else ""
             texts[role] = f"{both if function else model}{read}"
     texts |= {"names": _names_of_functions(prepared), "device": describe_device(job.world.computes, job.world.size)}
-    texts["tp sums"] = "; ".join(dict.fromkeys(filter(None, job.world.allgather(one_shot.told(), "the sums over tp"))))
+    texts["tp sums"] = "; ".join(
+        dict.fromkeys(filter(None, job.world.allgather(one_shot.description(), "the sums over tp")))
+    )
     texts["products"] = f"by {products['library']}, in {config.dtype}" if products else ""
     rows = "rows" if config.algorithm.responses else "prompts"
     texts |= {rows: f"{len(prompts)} from {config.data.prompts}{_lost(prompts)}", "iteration": _iteration(job)}

@@ -212,7 +212,7 @@ def keep_scores(
     is_first_MC = torch.arange(place[1].start, place[1].stop).expand(shape_of(place)) % job.workload.episode_rows == 0
     is_first_B = (is_first_MC if kept_MC is None else is_first_MC[kept_MC.cpu()]).flatten().tolist()
     for label, values in ({"": scores_B.tolist()} | logs).items():
-        counted = [value for value, is_first in zip(values, is_first_B, strict=False) if is_first and value is not None]
+        counted = [value for value, is_first in zip(values, is_first_B, strict=True) if is_first and value is not None]
         found = torch.tensor(counted, dtype=torch.float64)
         meter.add(f"{name}_{label}" if label else name, found.sum(), len(found))
         if label and values:

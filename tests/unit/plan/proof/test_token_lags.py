@@ -18,14 +18,14 @@ from tests import programs
 
 REFUSED = [
     ("ppo", ("partial_steps=5",), {"ahead": 0}, "give strategy.ahead=1"),
-    ("ppo", ("partial_steps=5", "ppo.old_logprobs=recompute"), {}, "not yet with old_logprobs=recompute"),
+    ("ppo", ("partial_steps=5", "ppo.old_logprobs=recompute"), {}, "not supported with old_logprobs=recompute"),
     (
         *("ppo", ("partial_steps=5", "ppo.old_logprobs=loglinear", "ppo.importance_weights=token"), {}),
-        "not yet with old_logprobs=loglinear",
+        "not supported with old_logprobs=loglinear",
     ),
     ("ppo", ("partial_steps=5", "samples_per_prompt=2"), {}, "2 samples of a prompt that nothing compares"),
-    ("remax", ("partial_steps=5",), {}, "not yet with several generate calls"),
-    ("grpo", ("partial_steps=5", "grpo.rounds=2", "grpo.drop_equal_groups=true"), {}, "not yet with rounds"),
+    ("remax", ("partial_steps=5",), {}, "not supported with several generate calls"),
+    ("grpo", ("partial_steps=5", "grpo.rounds=2", "grpo.drop_equal_groups=true"), {}, "not supported with rounds"),
     ("grpo", ("partial_steps=5", "mini_batch=20", "rollout_batch=10"), {}, "as a multiple of 8"),
     ("ppo", ("partial_steps=1", "generation.max_new_tokens=300"), {}, "would take 300 iterations, at most 256; give 2"),
 ]
@@ -59,4 +59,4 @@ def test_a_generator_that_misses_weights_is_found():
     lists = list(partial.instructions)
     lists[rank] = tuple(one for one in lists[rank] if not (isinstance(one, Wait) and one.transfer in weights))
     (text, *_) = (text for _, _, text in lag_problems(replace(partial, instructions=tuple(lists))))
-    assert "draws tokens that train 4 iterations later, which is more than 3" in text
+    assert "samples tokens that train 4 iterations later, which is more than 3" in text
