@@ -1,8 +1,9 @@
 """What partial rollouts gain: iterations that sample a part of long responses, measured beside their forecast.
 
 Two ranks as in `bench lengths`, whose layers sleep: one trains, and the other one samples ahead, all responses at once.
-Their lengths are lognormal with sigma 1. An iteration with `partial_steps` trains fewer responses, in less time: the
-row has seconds per trained response, over iterations after the first ones, in which few have ended.
+Their lengths are lognormal with sigma 1. A token of a pass takes a sixth of its time there, so that the longest
+response takes longer than the training of all. An iteration with `partial_steps` trains fewer responses, in less time:
+the row has seconds per trained response, over iterations after the first ones, in which few have ended.
 
 Cost: 14 minutes on two cores. Command: python -m bench partial
 """
@@ -29,6 +30,7 @@ from rlhf_spmd.plan.proof import token_lags
 from rlhf_spmd.plan.workload import ResponseLengths
 
 STEPS = (0, 16, 8)  # of an iteration; 0: all
+TOKEN_S = sleeping.TOKEN_S / 6
 MEAN, SIGMA, LIMIT = 10.0, 1.0, 64  # tokens
 WARM_UP, COUNTED = 6, 9  # iterations
 TOLERANCE = 0.15
@@ -65,7 +67,11 @@ def run_cases(file: Path) -> None:
     from rlhf_spmd.runtime.profile.profile import groups_of
 
     rows: list[dict] = []
-    with one_world(file, rows) as world, tempfile.TemporaryDirectory() as name, sleeping.planted(Tokens()) as tokens:
+    with (
+        one_world(file, rows) as world,
+        tempfile.TemporaryDirectory() as name,
+        sleeping.planted(Tokens(), TOKEN_S) as tokens,
+    ):
         folder = Path(world.bcast(name, what="the folder"))
         if world.rank == 0:
             sleeping.write_inputs(folder)
