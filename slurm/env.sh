@@ -21,7 +21,7 @@ fi
 # Read by sbatch: partition, account, time limit, GPUs of a node. Empty: the site's default.
 : "${SBATCH_PARTITION:=}" "${SBATCH_ACCOUNT:=}" "${SBATCH_QOS:=}" "${SBATCH_TIMELIMIT:=}" "${SBATCH_GPUS_PER_NODE:=}"
 
-: "${RLHF_SPMD_MODULES:=}"                         # arguments of `module load`, for example "cuda/12.8 gcc/13"
+: "${RLHF_SPMD_MODULES:=}"                         # arguments of `module load`, for example "cuda/13.0 gcc/13"
 : "${RLHF_SPMD_VENV:=${RLHF_SPMD_SLURM%/*}/.venv}" # the virtual environment, on a file system that all nodes share
 : "${RLHF_SPMD_RUNS:=$PWD/runs}"                   # parent of the run folders, on a file system that all nodes share
 : "${RLHF_SPMD_LAUNCHER:=srun}"                    # srun, or mpirun if Slurm and the MPI library have no common PMI
