@@ -97,22 +97,27 @@ def shuffled(bits: Sequence[int], lengths: LengthDistribution) -> dict[int, int]
     return {one: length_at((place + 0.5) / len(bits), lengths) for place, one in enumerate(sorted(bits))}
 
 
-def layer_s(context: Any, tp: int, token_s: float, *, trains: bool) -> float:
+def layer_s(context: Any, tp: int, token_s: float, decode_s: float, *, trains: bool) -> float:
     """Returns the seconds that one of tp slices of a layer sleeps. context: of attention."""
     if hasattr(context, "lengths"):
         tokens, pairs = sum(context.lengths), sum(one * one for one in context.lengths) / 2
         return (TRAINED if trains else 1) * (token_s * tokens + PAIR_S * pairs) / tp
     s = 0.0
     for part in context._parts:
-        decodes = not hasattr(part, "lengths")
-        s += DECODE_S + ROW_S * len(part.positions) if decodes else layer_s(part, tp, token_s, trains=False)
+        if hasattr(part, "lengths"):
+            s += layer_s(part, tp, token_s, decode_s, trains=False)
+        else:
+            s += decode_s + ROW_S * len(part.positions)
     return s / tp
 
 
 @contextmanager
-def planted(tokens: dict[Any, int] | None = None, token_s: float = TOKEN_S) -> Iterator[dict[Any, int]]:
+def planted(
+    tokens: dict[Any, int] | None = None, token_s: float = TOKEN_S, decode_s: float = DECODE_S
+) -> Iterator[dict[Any, int]]:
     """Lets layers sleep; yields the tokens of rows by their first random bits, which the caller may change. A row that
-    is not there has as many as it is asked for. token_s: of a pass of one layer."""
+    is not there has as many as it is asked for. token_s, decode_s: of a layer, for each token of a pass and for a
+    decode step."""
     from rlhf_spmd.model.transformer import Layer
     from rlhf_spmd.runtime.generation.engine import Engine
 
@@ -121,7 +126,7 @@ def planted(tokens: dict[Any, int] | None = None, token_s: float = TOKEN_S) -> I
 
     def slow(self: Any, x: Any, turns: Any, context: Any, *others: Any) -> Any:
         group = self._modules["self_attn"].group  # plain attributes are functions while an engine runs
-        time.sleep(layer_s(context, 1 if group is None else group.size(), token_s, trains=x.requires_grad))
+        time.sleep(layer_s(context, 1 if group is None else group.size(), token_s, decode_s, trains=x.requires_grad))
         return forward(self, x, turns, context, *others)
 
     def spread(self: Any, prompts: Any, bits_RG: Any, sampling: Any, begun: Any = None) -> range:

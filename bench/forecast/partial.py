@@ -1,11 +1,11 @@
 """What partial rollouts gain: iterations that sample a part of long responses, measured beside their forecast.
 
 Two ranks as in `bench lengths`, whose layers sleep: one trains, and the other one samples ahead, all responses at once.
-Their lengths are lognormal with sigma 1. A token of a pass takes a sixth of its time there, so that the longest
-response takes longer than the training of all. An iteration with `partial_steps` trains fewer responses, in less time:
-the row has seconds per trained response, over iterations after the first ones, in which few have ended.
+Their lengths are lognormal with sigma 1. A token of a pass takes half of its time there, and a decode step twice as
+long, so that generation takes longer than training. An iteration with `partial_steps` trains fewer responses, in less
+time: the row has seconds per trained response, over iterations after the first ones, in which few have ended.
 
-Cost: 16 minutes on two cores. Command: python -m bench partial
+Cost: 18 minutes on two cores. Command: python -m bench partial
 """
 
 import argparse
@@ -30,9 +30,9 @@ from rlhf_spmd.plan.proof import token_lags
 from rlhf_spmd.plan.workload import ResponseLengths
 
 STEPS = (0, 16, 8)  # of an iteration; 0: all
-TOKEN_S = sleeping.TOKEN_S / 6
+TOKEN_S, DECODE_S = sleeping.TOKEN_S / 2, sleeping.DECODE_S * 2
 MEAN, SIGMA, LIMIT = 10.0, 1.0, 64  # tokens
-WARM_UP, COUNTED = 6, 41  # iterations
+WARM_UP, COUNTED = 6, 31  # iterations
 TOLERANCE = 0.15
 
 
@@ -70,7 +70,7 @@ def run_cases(file: Path) -> None:
     with (
         one_world(file, rows) as world,
         tempfile.TemporaryDirectory() as name,
-        sleeping.planted(Tokens(), TOKEN_S) as tokens,
+        sleeping.planted(Tokens(), TOKEN_S, DECODE_S) as tokens,
     ):
         folder = Path(world.bcast(name, what="the folder"))
         if world.rank == 0:

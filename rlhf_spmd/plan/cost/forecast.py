@@ -125,24 +125,25 @@ class _Costs:
             wasted = (attended - 1.0) * length / 2
             layout = replace(layout, tokens=max(1, round(layout.tokens - wasted)))
         num_batches = len(self.program.mini_batches_of(run))
-        num_rows = self._rows(run, len(self.program.columns_of(run, rank)))
+        rows = self._share(run) * len(self.program.columns_of(run, rank))
+        num_rows = math.ceil(rows)
         parts = cut([num * length] * num_rows, layout, layout.micro_batch or workload.micro_batch) * num_batches
-        slowest = self.cost.slowest(num * num_rows * num_batches, layout, len(parts))
+        slowest = self.cost.slowest(num * num_rows * num_batches, layout, len(parts)) * (rows / max(num_rows, 1))
         passes = []
         for size in [part.stop - part.start for part in parts]:
             tokens = size * num * length
             passes.append((slowest * tokens, attended * tokens / size / num))
         return passes
 
-    def _rows(self, run: Run, num_rows: int) -> int:
-        """Returns how many of some rows a Run is forecast to compute: in later rounds those of groups that fail, and of
-        responses that take several iterations those that it draws, or that have ended."""
+    def _share(self, run: Run) -> float:
+        """Returns the share of its rows that a Run is forecast to compute: in later rounds that of groups that fail,
+        and of responses that take several iterations that of those that it draws, or that have ended."""
         workload = self.program.workload
         share: float = workload.failed_groups**run.round
         if workload.partial_steps and not is_gate(call := workload.workflow.call(run.call)):
             parts = parts_of(workload)
             share = parts.drawn if isinstance(call, Generate) else parts.ended
-        return math.ceil(share * num_rows)
+        return share
 
     def _generate_s(self, call: ModelCall, rank: int, run: Run) -> float:
         """Returns the seconds of generation. While streaming, the rows of all mini-batches are one queue, and each Run
@@ -150,7 +151,7 @@ class _Costs:
         workload, layout = self.program.workload, self.program.layout_of(run)
         columns = self.program.columns_of(run, rank)
         rows = workload.generated_rows(columns)
-        rows = rows[: self._rows(run, len(rows))]
+        rows = rows[: math.ceil(self._share(run) * len(rows))]
         if not rows:
             return 0.0
         places = self.decoded_of(call.name)[rank]

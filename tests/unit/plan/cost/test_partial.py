@@ -67,3 +67,16 @@ def test_a_step_waits_for_no_long_response():
         return times_of(program, calibration).run_s(1, Run("actor_generate"))
 
     assert generate_s(160 // 4) < 0.5 * generate_s(0)
+
+
+def test_few_rows_that_have_ended_are_not_rounded_up():
+    """A Run of four rows, of which a third ends, takes a third of the time where time is a matter of tokens."""
+    link = Link(1e9, 1e-5)
+    calibration = Calibration("mine", {"cpu": Device(1e9, 1e12, 1e12, 0.0, 0.0)}, link, link, provenance="made up")
+    cluster, made = Cluster.parse("1x2"), replace(workload(0, None, limit=10), mini_batch=4, rollout_batch=4)
+
+    def infer_s(steps: int) -> float:
+        program = compile_program(replace(made, partial_steps=steps), separation.place(made, cluster, ahead=1), cluster)
+        return times_of(program, calibration).run_s(1, Run("reward_infer"))
+
+    assert infer_s(4) == pytest.approx(infer_s(0) / 3, rel=0.01)
