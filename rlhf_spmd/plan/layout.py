@@ -103,6 +103,11 @@ class Layout:
         return replace(self, ranks=ranks, dp=max(1, len(ranks) // max(self.pp * self.tp, 1)))
 
     @property
+    def of_inference(self) -> "Layout":
+        """Returns the layout without what only a call that trains has."""
+        return replace(self, recompute=False, offload=False)
+
+    @property
     def grid(self) -> "np.ndarray":
         """World ranks as an array [dp, pp, tp]."""
         import numpy as np  # late: `check` starts sooner without it

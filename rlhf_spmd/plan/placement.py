@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
 from typing import Unpack
@@ -124,7 +124,7 @@ class Placement:
         layouts = {}
         for call in workload.workflow.placed_calls:
             if trains(call, workload.workflow):
-                layouts[call.name] = training if isinstance(call, Train) else replace(training, recompute=False)
+                layouts[call.name] = training if isinstance(call, Train) else training.of_inference
             elif workload.models[call.model] is None:  # a reward function has no weights to split
                 limits: Limits = {"micro_batch": generation.micro_batch, "tokens": generation.tokens}
                 layouts[call.name] = Layout.data_parallel(share[call.model], **limits)

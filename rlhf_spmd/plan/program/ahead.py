@@ -33,7 +33,7 @@ def with_gates(workload: Workload, placement: Placement) -> tuple[Workload, Plac
     before = [_compares(call, workflow) for call in workflow.calls[:first]]
     layouts = {gate.name: placement.layouts[name] for name, gate in added.items() if name in placement.layouts}
     layouts |= {
-        call.name: replace(placement.layouts[train.name], recompute=False)
+        call.name: placement.layouts[train.name].of_inference
         for call, train in product(before, workflow.train_calls)
         if is_current(call) and call.name not in placement.layouts
         if call.model == train.model and train.name in placement.layouts

@@ -134,6 +134,6 @@ def _frozen(call: ModelCall, workload: Workload, placement: Placement) -> Layout
     if workload.models[call.model] is None:
         return layout
     if isinstance(call, Measure):
-        return replace(layout, zero=3 if layout.zero == 3 else 0, recompute=False)
+        return replace(layout.of_inference, zero=3 if layout.zero == 3 else 0)
     kept = weights_layout(call, layout.ranks[0], workload, placement)
     return replace(layout, zero=3 if kept.zero == 3 else 0)

@@ -89,12 +89,13 @@ def test_the_parity_gate_has_the_weights_and_the_ranks_that_drew():
 
 def test_current_old_logprobs_belong_to_training():
     """They are inferred where the actor trains, on the batch of the step before, before the weights change."""
-    program = of_separation(4, old_logprobs="current", recompute=True)
+    program = of_separation(4, old_logprobs="current", recompute=True, offload_optimizer=True)
     assert calls_on(program, 0)[:2] == [("actor_infer", None), ("estimate_advantages", None)]
     assert not any(call == "actor_infer" for rank in (2, 3) for call, _ in calls_on(program, rank))
     runs = [one for one in program.instructions[0] if isinstance(one, Run) and one.delay]
     assert runs[0].call == "actor_infer"
-    assert not program.placement.layouts["actor_infer"].recompute
+    inferred = program.placement.layouts["actor_infer"]
+    assert not (inferred.recompute or inferred.offload)
     weights = [transfer.reallocation.targets for transfer in program.transfers if transfer.model == "actor"]
     assert {rank for targets in weights for rank, _ in targets} <= {2, 3}  # no copy for it
     now = of_separation(4, old_logprobs="current", ahead=0)
@@ -185,14 +186,14 @@ def test_an_early_stop_measures_from_the_start_of_training():
     config = presets.load("tiny", ["ppo.kl_early_stop=0.1"], algorithm="ppo")
     workload, cluster = options.make_workload(config), Cluster.parse("1x4")
     place = partial(load_strategy("separation").place, workload, cluster)
-    program = compile_program(workload, place(ahead=1, recompute=True), cluster)
+    program = compile_program(workload, place(ahead=1, recompute=True, offload_optimizer=True), cluster)
     assert errors(program) == [] and compile_program(workload, program.placement, cluster) == program
     again = compile_program(program.workload, program.placement, cluster)
     assert again.fingerprint == program.fingerprint
     start, train = (program.workload.workflow.placed_call(f"actor_{name}") for name in ("infer_start", "train"))
     assert start.current and dict(train.arguments)["start_logprobs"] == start.outputs[0]
     layouts = program.placement.layouts
-    assert layouts[start.name] == replace(layouts[train.name], recompute=False)
+    assert layouts[start.name] == replace(layouts[train.name], recompute=False, offload=False)
     assert (start.name, None) in calls_on(program, 0)
     assert all(one.delay for one in program.instructions[0] if isinstance(one, Run) and one.call == start.name)
     assert start.name not in compile_program(workload, place(), cluster).placement.layouts
