@@ -12,7 +12,7 @@ LARGEST_ERROR = 0.2  # of the controller, relative to its target
 
 
 def next_kl_coef(
-    kl_coef: float, mean_kl: float, num_sequences: int, *, target: float = 6.0, horizon: float = 10_000
+    kl_coef: float, mean_kl: float, num_sequences: float, *, target: float = 6.0, horizon: float = 10_000
 ) -> float:
     """Returns the coefficient for the next iteration ([LM] section 2.2).
 

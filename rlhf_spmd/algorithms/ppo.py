@@ -149,10 +149,8 @@ def after_iteration(
     state: State, options: Options, means: Mapping[str, float], weights: Mapping[str, float], num_sequences: int
 ) -> State:
     """Returns the next state, from global means of the iteration's sums, their weights, its number of sequences."""
-    if options.kl_controller == "adaptive":
-        kl_coef = next_kl_coef(
-            state.kl_coef, means["kl"], num_sequences, target=options.kl_target, horizon=options.kl_horizon
-        )
+    if options.kl_controller == "adaptive" and (num := weights.get("kl")):  # 0: all responses go on (partial_steps)
+        kl_coef = next_kl_coef(state.kl_coef, means["kl"], num, target=options.kl_target, horizon=options.kl_horizon)
         state = replace(state, kl_coef=kl_coef)
 
     def updated(moments: RunningMoments, name: str) -> RunningMoments:

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from rlhf_spmd.algorithms.controllers import next_kl_coef
 from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import presets
 from rlhf_spmd.kernels.philox import random_bits
@@ -131,3 +132,15 @@ def test_without_rows_that_go_on_all_is_as_ever(tmp_path):
         histories.append([{key: one for key, one in row.items() if "_s" not in key} for row in run.iterations()])
         histories[-1].append([weight.tolist() for weight in run.weights("actor").values()])
     assert histories[0] == histories[1] == histories[2]
+
+
+def test_an_iteration_in_which_no_response_ends_keeps_the_state(tmp_path):
+    """The adaptive controller has no KL divergence there, and counts the rows that have trained elsewhere."""
+    words = ["partial_steps=5", "generation.min_new_tokens=6", "ppo.kl_controller=adaptive", "ppo.kl_horizon=50"]
+    with patch("rlhf_spmd.plan.program.compile.validate"):
+        run = RunOf(replace(presets.load("tiny", [*write_all(tmp_path), *words]), parity_tolerance=100.0))
+    before = run.state.of_algorithm.kl_coef
+    assert run.iteration()["held_groups"] == 1.0 and run.state.of_algorithm.kl_coef == before
+    metrics = run.iteration()
+    num = round((1 - metrics["held_groups"]) * 24)
+    assert num and run.state.of_algorithm.kl_coef == next_kl_coef(before, metrics["kl"], num, horizon=50)
