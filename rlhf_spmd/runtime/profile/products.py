@@ -136,6 +136,8 @@ def of_this_machine(dtype: str) -> Choice:
         return choice_of(json.loads(path.read_bytes()))
     choice = measure(DTYPES[dtype])
     with suppress(OSError):
+        if not path.is_absolute():  # "~", of a user who is not in passwd, without HOME
+            return choice
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.with_name(f"{path.name}.{os.getpid()}")
         whole.write_text(json.dumps(asdict(choice)), encoding="utf-8")

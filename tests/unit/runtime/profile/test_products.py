@@ -147,3 +147,13 @@ def test_packing_needs_memory(monkeypatch):
     }
     for choice in (None, Choice("linear")):
         assert limit_packing(OneRank(), Options("auto"), choice, 10**9) == ""
+
+
+def test_a_user_without_a_home_has_no_cache(tmp_path, monkeypatch, measured):
+    """Such as one who is not in passwd, as in a container: then nothing is written to a folder called ~."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.chdir(tmp_path)
+    assert of_this_machine("float32") == HERE == of_this_machine("float32")
+    assert len(measured) == 2 and not list(tmp_path.iterdir())
