@@ -5,6 +5,7 @@ A configuration is a file of options, or a mapping of them like such a file. Fur
 arguments of the subcommand are keywords: `layout="2x8"` for `--layout 2x8`. Imports neither torch nor MPI.
 """
 
+import atexit
 import importlib
 import io
 import json
@@ -14,10 +15,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +30,13 @@ from rlhf_spmd.files.printing import formatted
 from rlhf_spmd.runtime.failure.postmortem import check_is_folder
 from rlhf_spmd.runtime.records.rollout_files import read_part
 from rlhf_spmd.runtime.records.run_files import read_config, read_rows, reported
-from rlhf_spmd.runtime.records.run_folder import EVALUATIONS
+from rlhf_spmd.runtime.records.run_folder import EVALUATIONS, METRICS
 from rlhf_spmd.verbs.rollouts import chosen, parts_in
 
 Given = str | Path | Mapping[str, Any] | None  # a file of options, or the options
 Row = dict[str, Any]
 POLL_S, STOP_S, BAR = 0.3, 120.0, 20
+_output = threading.Lock()  # sys.stdout is that of all threads
 
 
 class Result(dict[str, Any]):
@@ -61,7 +65,7 @@ def read(run: str | Path) -> Tables:
     """Reads the folder of a run, also while it goes on. Raises UserError."""
     folder = Path(run)
     check_is_folder(folder)
-    rows = (read_rows(folder / name) for name in ("metrics.jsonl", EVALUATIONS, "samples.jsonl"))
+    rows = (read_rows(folder / name) for name in (METRICS, EVALUATIONS, "samples.jsonl"))
     return Tables(folder, read_config(folder), *rows)
 
 
@@ -91,13 +95,16 @@ def train(config: Given = None, *words: str, ranks: int = 1, show: bool | None =
 
 class Training:
     """A run that has been started: iterating yields the metrics of each iteration as soon as they are there. Leaving
-    the loop early stops the run, which writes a checkpoint first."""
+    the loop early stops the run, which writes a checkpoint first; so does the end of the process."""
 
     def __init__(self, config: Given, words: tuple[str, ...], ranks: int, show: bool | None, arguments: Row) -> None:
         resume = arguments.get("resume")
-        if resume is None:
-            arguments = {"runs": "runs", "name": time.strftime("%Y%m%d-%H%M%S"), **arguments}
-        self.folder = Path(resume or Path(arguments["runs"], arguments["name"]))
+        if is_named := resume in (None, "auto"):
+            arguments = {"runs": "runs", "name": f"{datetime.now():%Y%m%d-%H%M%S-%f}", **arguments}
+        self.folder = Path(arguments["runs"], arguments["name"]) if is_named else Path(str(resume))
+        self._num_before = len(read_rows(self.folder / METRICS))
+        if self._num_before and resume is None:
+            raise UserError(f"{self.folder} is a run already: give another name, or resume='{self.folder}'")
         self.show = sys.stdout.isatty() or "ipykernel" in sys.modules if show is None else show
         self._files = tempfile.TemporaryDirectory(prefix="rlhf_spmd-")
         line = _line("train", words, config, arguments, Path(self._files.name))
@@ -108,6 +115,7 @@ class Training:
                 [*_launcher(ranks), sys.executable, "-m", "rlhf_spmd", *line],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
+        atexit.register(self._leave)
 
     @property
     def log(self) -> str:
@@ -115,12 +123,13 @@ class Training:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def __iter__(self) -> Iterator[Row]:
-        """Yields metrics. Raises UserError with the message of a run that fails."""
-        done = 0
+        """Yields metrics, of a run that is resumed those of further iterations. Raises UserError with the message of a
+        run that fails."""
+        done = self._num_before
         try:
             while True:
                 is_over = self.process.poll() is not None
-                for row in read_rows(self.folder / "metrics.jsonl")[done:]:
+                for row in read_rows(self.folder / METRICS)[done:]:
                     done += 1
                     self._show(done, row)
                     yield row
@@ -148,6 +157,13 @@ class Training:
                 self.process.kill()
                 self.process.wait()
 
+    def _leave(self) -> None:
+        """Stops the run at the end of this process."""
+        if self.process.poll() is None:
+            why = "this process ends, and nobody waited for it: call wait()"
+            print(f"rlhf_spmd: note: {self.folder} is stopped, because {why}", file=sys.stderr)
+            self.stop()
+
     def _show(self, done: int, row: Row) -> None:
         """Prints the progress bar in place of the one before."""
         if self.show:
@@ -162,7 +178,7 @@ class Training:
 def _result(verb: str, words: tuple[str, ...], config: Given, arguments: Row) -> Result:
     """Runs a subcommand in this process."""
     shown = io.StringIO()
-    with tempfile.TemporaryDirectory(prefix="rlhf_spmd-") as folder, redirect_stdout(shown):
+    with _output, tempfile.TemporaryDirectory(prefix="rlhf_spmd-") as folder, redirect_stdout(shown):
         line = _line(verb, words, config, arguments | {"json": True}, Path(folder))
         importlib.import_module(f"rlhf_spmd.verbs.{verb}").run(read_line(line))
     text, _, values = shown.getvalue().rstrip().rpartition("\n")
@@ -175,7 +191,7 @@ def _line(verb: str, words: tuple[str, ...], config: Given, arguments: Row, fold
     """Returns a command line. folder: for a file of the options of a mapping."""
     if isinstance(config, Mapping):
         file = folder / "config.json"
-        file.write_text(json.dumps(config, default=os.fspath), encoding="utf-8")
+        file.write_text(json.dumps(config, default=_plain), encoding="utf-8")
         config = file
     values = {"config": config, **arguments}
     flags = {f"--{name.replace('_', '-')}": value for name, value in values.items() if value not in (None, False)}
@@ -183,8 +199,19 @@ def _line(verb: str, words: tuple[str, ...], config: Given, arguments: Row, fold
     return [verb, *words, *given]
 
 
+def _plain(value: Any) -> Any:
+    """Returns a path, or numbers of numpy, as JSON has it. Raises UserError for anything else."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise UserError(f"an option is {value!r}: give texts, numbers and lists; functions are named, as in mine.py:score")
+
+
 def _launcher(ranks: int) -> list[str]:
-    """Returns the words that start so many ranks. Raises UserError if there is no mpirun."""
+    """Returns the words that start so many ranks. Raises UserError, also if there is no mpirun."""
+    if not isinstance(ranks, int) or ranks < 1:
+        raise UserError(f"ranks={ranks!r}: give a whole number, at least 1")
     beside = Path(sys.executable).with_name("mpirun")
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None and ranks > 1:

@@ -3,8 +3,12 @@
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import rlhf_spmd
@@ -45,11 +49,73 @@ def test_a_program_that_does_not_fit_has_findings():
         ("forecast", ["flattening", "itertions=3"], {}, "did you mean 'iterations'"),
         ("find_plan", [], {"method": "best"}, "invalid choice"),
         ("train", [{"iterations": 3}], {"algorthm": "grpo"}, "did you mean '--algorithm'"),
+        ("train", [{"iterations": 3}], {"ranks": 0}, "ranks=0: give a whole number"),
+        ("check", [], {"config": {"reward_function": print}}, "functions are named, as in mine.py:score"),
     ],
 )
 def test_mistakes_are_user_errors_at_once(call, words, arguments, says):
     with pytest.raises(UserError, match=says):
         getattr(rlhf_spmd, call)(*words, **arguments)
+
+
+def test_numbers_of_numpy_are_numbers():
+    values = {"iterations": np.int64(3), "optimizer": {"actor_lr": np.float32(0.5)}, "deterministic": np.bool_(True)}
+    assert rlhf_spmd.check(config=values, layout="1x2")["ok"]
+
+
+class Ended:
+    """A process that has ended well."""
+
+    returncode = 0
+
+    def __init__(self, *_, **__):
+        pass
+
+    def poll(self):
+        return 0
+
+
+def test_rows_are_those_of_the_run_that_was_started(tmp_path, monkeypatch):
+    """And not of an earlier one with its name, or from before a resume."""
+    monkeypatch.setattr("rlhf_spmd.api.subprocess.Popen", Ended)
+    rows = [json.dumps({"iteration": number, "reward": 1.0}) for number in range(3)]
+    metrics = tmp_path / "old" / "metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text("\n".join(rows[:2]) + "\n", encoding="utf-8")
+    how = {"runs": tmp_path, "show": False}
+    with pytest.raises(UserError, match=r"old is a run already: give another name, or resume='.*old'$"):
+        rlhf_spmd.train({"iterations": 3}, name="old", **how)
+    runs = [rlhf_spmd.train(None, resume=metrics.parent, show=False)]
+    runs.append(rlhf_spmd.train({"iterations": 3}, name="old", resume="auto", **how))
+    metrics.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    assert [[row["iteration"] for row in run] for run in runs] == [[2], [2]]
+    first, second = (rlhf_spmd.train({"iterations": 3}, **how) for _ in range(2))
+    assert first.folder != second.folder
+
+
+def test_a_run_is_not_left_behind(tmp_path):
+    code = f"import rlhf_spmd; rlhf_spmd.train({{'iterations': 3}}, runs={str(tmp_path)!r}, name='run')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    note = f"rlhf_spmd: note: {tmp_path / 'run'} is stopped, because this process ends, and nobody waited for it: "
+    assert (ended.returncode, ended.stderr) == (0, f"{note}call wait()\n")
+    assert not list(tmp_path.glob("run/metrics.jsonl"))
+
+
+def test_threads_have_results_of_their_own(monkeypatch):
+    both, shown = threading.Barrier(2), sys.stdout
+
+    def run(parsed) -> None:
+        """Prints twice; meanwhile the other thread does, if it may."""
+        print(parsed.layout)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+        print(json.dumps({"layout": parsed.layout}))
+
+    monkeypatch.setattr("rlhf_spmd.verbs.check.run", run)
+    layouts = ["1x1", "1x2"]
+    with ThreadPoolExecutor(2) as threads:
+        found = [*threads.map(lambda layout: rlhf_spmd.check("flattening", layout=layout), layouts)]
+    assert [(one["layout"], one.text) for one in found] == [(one, one) for one in layouts] and sys.stdout is shown
 
 
 def test_a_run_that_fails_raises_its_message(tmp_path):
