@@ -87,14 +87,8 @@ def _numbered(call: Call, number: int) -> Call:
     return Call(call.name, call.arguments, call.number if ID.fullmatch(call.number) else str(number), call.error)
 
 
-def format_of(joins: TurnJoins, chosen: str = "") -> str:
-    """Returns the format of a chat template: the one that reads a call as the template writes it. chosen: by the user,
-    a key of FORMATS. Raises UserError."""
-    if chosen in FORMATS:
-        return chosen
-    known = ", ".join(FORMATS)
-    if chosen:
-        raise UserError(f"{chosen!r} is not a format of tool calls; known: {known}")
+def format_of(joins: TurnJoins) -> str:
+    """Returns the format of a chat template: the one that reads a call as the template writes it. Raises UserError."""
     wanted = Call("look_up", {"word": "a b"}, str(FIRST_ID))
     text = joins.call_text([wanted.message])
     for form in FORMATS:
@@ -102,7 +96,7 @@ def format_of(joins: TurnJoins, chosen: str = "") -> str:
             return form
     raise UserError(
         f"the chat template of {joins.name} writes a tool call as {text[:80]!r}, which is none of the known formats "
-        f"({known}); give a chat template of one of them"
+        f"({', '.join(FORMATS)}); give a chat template of one of them"
     )
 
 

@@ -21,7 +21,6 @@ class Row:
     sample: its number among the rows of the prompt.
     group: number of the rows that are dropped together.
     text, messages: of the prompt.
-    where: of the row in the data, for messages.
     """
 
     prompt: int
@@ -30,22 +29,6 @@ class Row:
     columns: Mapping[str, Any]
     text: str
     messages: list[Message] | None
-    where: str = "the data set"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of an episode; 0: none.
-
-    calls: of tools.
-    tool_s: seconds of a call.
-    episode_s: of a whole episode.
-    """
-
-    turns: int = 0
-    calls: int = 0
-    tool_s: float = 0.0
-    episode_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -16,12 +16,13 @@ import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
+from rlhf_spmd.config.options import Episode
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import output
 from rlhf_spmd.model.texts.tool_calls import Call
-from rlhf_spmd.runtime.environments.episode_states import EpisodeState, Limits, Question, Reply, Row, Work
+from rlhf_spmd.runtime.environments.episode_states import EpisodeState, Question, Reply, Row, Work
 from rlhf_spmd.runtime.environments.native import Opening, Start, Step
 from rlhf_spmd.runtime.environments.renderer import Renderer
 from rlhf_spmd.runtime.generation.episodes import DRAWN_OUT, TOO_LONG, Answer
@@ -46,23 +47,20 @@ class Episodes:
         rows: Sequence[Row],
         renderers: Sequence[Renderer],
         workers: WorkerPool,
-        limits: Limits,
+        options: Episode,
         *,
         seed: int,
         iteration: int,
         name: str = "",
-        on_failure: Literal["stop", "drop_group"] = "stop",
-        num_rows: int = 1,
         max_prompt: int = 0,
     ):
         """
         renderers: of each row.
         name: of the run and the call, for the ids of episodes.
-        num_rows: of an episode.
         max_prompt: tokens of the prompt of a row that an agent opens, if episodes have several.
         """
-        self.workers, self.limits, self.on_failure = workers, limits, on_failure
-        self.num_rows, self.max_prompt = num_rows, max_prompt
+        self.workers, self.options, self.max_prompt = workers, options, max_prompt
+        self.num_rows = num_rows = options.rows  # of an episode
         self.states: list[EpisodeState] = []
         for number, (row, renderer) in enumerate(zip(rows, renderers, strict=True)):
             if number % num_rows == 0:
@@ -97,7 +95,7 @@ class Episodes:
         if state.is_of_agent:
             assert state.renderer.with_tools is not None
             state.renderer = state.renderer.with_tools(json.dumps(opening.tools))
-        token_ids = state.renderer.prompt_ids(row.where, row.text, row.messages, opening)
+        token_ids = state.renderer.prompt_ids(f"prompt {row.prompt} of the data set", row.text, row.messages, opening)
         state.num_tokens = len(token_ids)
         return token_ids
 
@@ -106,8 +104,8 @@ class Episodes:
         one."""
         state = self.states[row]
         assert not state.ticket and not state.is_reported, "a row draws after its turn has been answered"
-        if self.limits.episode_s and state.lead.until_s == math.inf:
-            state.lead.until_s = time.monotonic() + self.limits.episode_s
+        if self.options.timeout_s and state.lead.until_s == math.inf:
+            state.lead.until_s = time.monotonic() + self.options.timeout_s
         state.turn += 1
         self._note_drawing(row, state, is_drawing=False)
         if state.reason:  # it broke before it began, or while it drew
@@ -128,14 +126,14 @@ class Episodes:
     def answers(self, wait_s: float) -> list[Answer]:
         """Returns the answers that have come back since; waits for so long at most if nothing has."""
         until_s = time.monotonic() + wait_s
-        is_over = False
-        while not is_over:
+        now_s = -math.inf
+        while not self._ready and now_s < until_s:
             now_s = time.monotonic()
             least_s = self._end_late(now_s)
-            is_over = bool(self._ready) or not self._tickets or now_s >= until_s
-            if not self._ready and self._tickets:
+            if not self._tickets:
+                break
+            if not self._ready:
                 self._take_answers(max(0.0, min(until_s, least_s) - now_s))
-                is_over = is_over or bool(self._ready)
         ready, self._ready = self._ready, []
         return ready
 
@@ -171,7 +169,7 @@ class Episodes:
             counted[CHANGED] = (sum(state.num_changed for state in self.states), num)
         if self.num_rows > 1:
             counted[ROWS] = (sum(state.turn > 0 or bool(state.cut) for state in self.states), num)
-        for state in self.states if self.on_failure == "drop_group" else ():
+        for state in self.states if self.options.on_failure == "drop_group" else ():
             key = state.renderer.environment.key
             for name in (DROPPED, f"{DROPPED}/{key}") if key else (DROPPED,):
                 dropped, of = counted.get(name, (0, 0))
@@ -195,7 +193,7 @@ class Episodes:
         if message is not None:
             episode = {"environment": state.renderer.environment.key, "episode_id": state.start.episode_id}
             is_single = self.num_rows == 1  # else the question may wait while the model draws for other rows
-            limit_s = self.limits.tool_s if is_single else 0.0
+            limit_s = self.options.tool_timeout_s if is_single else 0.0
             message = message | episode | {"limit_s": limit_s, "row": number % self.num_rows}
             if message["do"] == "begin":
                 others = self._rows_of(number)
@@ -216,7 +214,7 @@ class Episodes:
 
     def _end_late(self, now_s: float) -> float:
         """Ends the episodes whose time is over. Returns when that of the next one is."""
-        least_s, limit_s = math.inf, self.limits.tool_s if self.num_rows > 1 else 0.0
+        least_s, limit_s = math.inf, self.options.tool_timeout_s if self.num_rows > 1 else 0.0
         for number, state in enumerate(self.states):
             until_s = math.inf if state.is_reported else state.lead.until_s
             until_s = min(until_s, state.lead.busy_s + (limit_s or math.inf))
@@ -299,14 +297,14 @@ class Episodes:
 
     def _turn(self, number: int, state: EpisodeState, drawn: list[int]) -> Generator[Question, Reply, str]:
         """Answers a turn. Returns why the episode ends; empty: it does not."""
-        renderer, limits = state.renderer, self.limits
+        renderer, options = state.renderer, self.options
         if state.is_of_agent:
             _, calls = renderer.said(drawn, state.turn)
         else:
             _, calls = renderer.parse(drawn, is_first=state.turn == 1)
         if renderer.form and not calls and not state.is_of_agent:
             return COMPLETED
-        if limits.calls and state.num_calls + len(calls) > limits.calls:
+        if options.max_calls and state.num_calls + len(calls) > options.max_calls:
             return "max_tool_calls"
         steps: list[Step] = []
         asked: list[Call | None] = [None] if state.is_of_agent or not calls else [*calls]
@@ -318,7 +316,7 @@ class Episodes:
         state.turn_rewards.append(sum(step.reward for step in steps))
         if any(step.is_done for step in steps):
             return TOOL_STOPPED
-        if limits.turns and state.turn >= limits.turns:
+        if options.max_turns and state.turn >= options.max_turns:
             return "max_turns"
         if time.monotonic() >= state.lead.until_s or (state.is_of_agent and state.num_timeouts):
             return TIMEOUT
@@ -344,7 +342,7 @@ class Episodes:
             state.seconds.append(time.monotonic() - began_s)
         if "timed_out" in answer:
             state.num_timeouts += 1
-            return Step(f"error: timed out after {self.limits.tool_s:g} s", has_failed=True)
+            return Step(f"error: timed out after {self.options.tool_timeout_s:g} s", has_failed=True)
         state.made.append((message, answer))
         return Step(**answer["step"])
 
@@ -379,7 +377,8 @@ class Episodes:
                 raise UserError(f"{state.where}: environment {name!r}: {answer['misused']}")
             how = answer.get("broken", "")
             if "timed_out" in answer and (is_again or message["do"] not in ("call", "step")):
-                how = f"it took longer than {self.limits.tool_s:g} s to {'be made anew' if is_again else message['do']}"
+                action = "be made anew" if is_again else message["do"]
+                how = f"it took longer than {self.options.tool_timeout_s:g} s to {action}"
             how = f"its worker process {answer['lost']}" if "lost" in answer else how
             if not how:
                 return answer
@@ -414,7 +413,7 @@ class Episodes:
 
     def _drop(self, state: EpisodeState, what: str, how: str) -> None:
         """Drops the group of an episode and raises Dropped, or UserError where groups are not dropped."""
-        if self.on_failure != "drop_group":
+        if self.options.on_failure != "drop_group":
             raise UserError(
                 f"{state.where}: {what}: fix it, let a tool return a text about what is wrong, or leave such groups "
                 f"out (episode.on_failure=drop_group)\n{how}"

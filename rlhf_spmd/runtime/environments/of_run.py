@@ -1,17 +1,21 @@
 """The environments of a run on one rank: read once, and asked for the episodes of each generate call."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.hf import tool_schema
+from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.runtime.data.messages import conversation_of
 from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
-from rlhf_spmd.runtime.environments.episode_states import Limits, Row
+from rlhf_spmd.runtime.environments.episode_states import Row
 from rlhf_spmd.runtime.environments.episodes import Episodes
-from rlhf_spmd.runtime.environments.renderer import Render, Turn, extending, renderer_of, transcript
+from rlhf_spmd.runtime.environments.native import ANSWER_ROLES
+from rlhf_spmd.runtime.environments.renderer import Turn, extending, renderer_of, transcript
 from rlhf_spmd.runtime.environments.workers import environment_workers
+from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS
 from rlhf_spmd.runtime.workers.pool import WorkerPool
 
 
@@ -21,45 +25,34 @@ class RunEnvironments:
 
     def __init__(
         self,
-        spec: str,
+        config: Config,
         columns: Sequence[str],
         tokenizer: Tokenizer,
-        render: Render,
-        stops: Sequence[int],
+        eos_ids: Sequence[int],
         *,
-        template: str,
-        key: str,
-        num_workers: int,
-        limits: Limits,
-        seed: int,
-        on_failure: Literal["stop", "drop_group"] = "stop",
-        form: str = "",
-        drawing: Mapping[str, Any] | None = None,
-        num_rows: int = 1,
-        max_prompt: int = 0,
         beat: Callable[[], None] = lambda: None,
     ):
         """Loads the environments of a run. Raises UserError for an environment, a tool or a template that cannot be
         used.
 
-        spec, columns: as in load_environments.
-        render, stops, template, form: as in renderer_of.
-        key: the column of prompts.
-        drawing: how the model draws, for agents.
-        num_rows, max_prompt: as in Episodes.
+        columns: as in load_environments.
+        eos_ids: the tokens that end a turn.
         beat: see WorkerPool.
         """
-        self.spec, self.columns, self.num_workers, self.limits = spec, list(columns), num_workers, limits
-        self.seed, self.key, self.on_failure, self.beat = seed, key, on_failure, beat
+        self.config, self.columns, self.beat = config, list(columns), beat
+        self.key = config.data.key or config.algorithm.prompts
         self.run = ""  # its name, for the ids of episodes
-        self.environments = load_environments(spec, columns)
-        self.num_rows, self.max_prompt = num_rows, max_prompt
-        if num_rows > 1 and any(environment.speaks != "agent" for environment in self.environments.values()):
-            raise UserError(f"episode.rows={num_rows}: only agents open further rows; drop the option")
-        has_agents = any(environment.speaks == "agent" for environment in self.environments.values())
-        self.drawing = drawing if has_agents else None
+        self.environments = load_environments(config.environment, columns)
+        agents = [environment for environment in self.environments.values() if environment.speaks == "agent"]
+        if config.episode.rows > 1 and len(agents) < len(self.environments):
+            raise UserError(f"episode.rows={config.episode.rows}: only agents open further rows; drop the option")
+        self.has_agents = bool(agents)
+        folder = config.files().tokenizer
+        template = ChatTemplate(folder, config.data.chat_template, started=config.started)
+        render = partial(template.render, chat_template_kwargs=config.data.chat_template_kwargs)
+        named = config.data.chat_template or folder
         self.renderers = {
-            name: renderer_of(environment, tokenizer, render, stops, template=template, describe=tool_schema, form=form)
+            name: renderer_of(environment, tokenizer, render, eos_ids, template=named)
             for name, environment in self.environments.items()
         }
         self._workers: WorkerPool | None = None
@@ -94,15 +87,29 @@ class RunEnvironments:
     def episodes(self, rows: Sequence[Row], iteration: int, name: str = "rollout") -> Episodes:
         """Returns the episodes of a generate call. Raises UserError for a row of an unknown environment. name: of the
         call."""
+        config = self.config
         if self._workers is None:
-            how: dict[str, Any] = {"num": self.num_workers, "drawing": self.drawing, "beat": self.beat}
-            if self.num_rows > 1:
-                how |= {"num_rows": self.num_rows, "extends": extending(self.renderers.values())}
-            self._workers = environment_workers(self.spec, self.columns, **how)
+            drawing = {name: getattr(config.generation, name) for name in SAMPLING_KEYS} if self.has_agents else None
+            self._workers = environment_workers(
+                config.environment,
+                self.columns,
+                num=config.environment_workers,
+                drawing=drawing,
+                num_rows=config.episode.rows,
+                extends=extending(self.renderers.values()) if config.episode.rows > 1 else ANSWER_ROLES,
+                beat=self.beat,
+            )
         renderers = [self.renderers[chosen(self.environments, row.columns).key] for row in rows]
-        how = {"seed": self.seed, "iteration": iteration, "on_failure": self.on_failure}
-        how |= {"num_rows": self.num_rows, "max_prompt": self.max_prompt}
-        return Episodes(rows, renderers, self._workers, self.limits, name=f"{self.run} {name}", **how)
+        return Episodes(
+            rows,
+            renderers,
+            self._workers,
+            config.episode,
+            seed=config.seed,
+            iteration=iteration,
+            name=f"{self.run} {name}",
+            max_prompt=config.data.max_prompt,
+        )
 
     def close(self) -> None:
         """Ends the workers."""
@@ -120,4 +127,4 @@ def row_of(prompt: int, sample: int, group: int, record: Mapping[str, Any], text
     text: the prompt.
     key: the column of prompts.
     """
-    return Row(prompt, sample, group, record, text, conversation_of(record, key), f"prompt {prompt} of the data set")
+    return Row(prompt, sample, group, record, text, conversation_of(record, key))

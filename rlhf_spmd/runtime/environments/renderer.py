@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import tool_schema
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.texts.tool_calls import FIRST_ID, Call, format_of, read_turn
 from rlhf_spmd.model.texts.turns import MARK, TurnJoins, answer_of, tool_call
@@ -135,8 +136,6 @@ def renderer_of(
     stops: Sequence[int],
     *,
     template: str,
-    describe: Callable[[Callable[..., Any]], dict[str, Any]],
-    form: str = "",
 ) -> Renderer:
     """Returns how rows of an environment are written by a chat template. Raises UserError for a template that changes
     earlier turns, or has no known form of calls.
@@ -144,8 +143,6 @@ def renderer_of(
     render: with the chat_template_kwargs of the run.
     stops: the tokens that end a turn.
     template: its name, for messages.
-    describe: see Environment.schemas.
-    form: of tool calls; empty: as the template writes them.
     """
 
     def joined(tools: list[dict[str, Any]] | None) -> TurnJoins:
@@ -159,26 +156,26 @@ def renderer_of(
         @cache
         def with_tools(text: str) -> Renderer:
             tools = json.loads(text)
-            made = _of_tools(environment, tokenizer, joined(tools), form) if tools else None
+            made = _of_tools(environment, tokenizer, joined(tools)) if tools else None
             return replace(made or Renderer(environment, tokenizer, joined(None), ""), with_tools=with_tools)
 
         return with_tools("null")
-    tools = environment.schemas(describe) or None
+    tools = environment.schemas(tool_schema) or None
     joins = joined(tools)
     if environment.speaks == "text":
         return Renderer(environment, tokenizer, joins, "")
     joins.check(("tool",) if tools else ("user",))
     if not tools:
         return Renderer(environment, tokenizer, joins, "")
-    return _of_tools(environment, tokenizer, joins, form)
+    return _of_tools(environment, tokenizer, joins)
 
 
-def _of_tools(environment: Environment, tokenizer: Tokenizer, joins: TurnJoins, form: str) -> Renderer:
+def _of_tools(environment: Environment, tokenizer: Tokenizer, joins: TurnJoins) -> Renderer:
     """Returns how rows with calls are written. Raises UserError for a template that has no known form of calls."""
     call = tool_call("f", {}, "000000000")
     answered = [{"role": "assistant", "content": "", "tool_calls": [call]}, answer_of("tool", "!", "f", call["id"])]
     thinks = joins.opens_thought(), joins.opens_thought(answered)
-    return Renderer(environment, tokenizer, joins, format_of(joins, form), thinks)
+    return Renderer(environment, tokenizer, joins, format_of(joins), thinks)
 
 
 def extending(renderers: Iterable[Renderer]) -> list[str]:

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,7 @@ from rlhf_spmd.model.texts.turns import NO_END, TurnJoins
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
-from rlhf_spmd.runtime.environments.episode_states import Limits
-from rlhf_spmd.runtime.environments.of_run import RunEnvironments
-from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS
 from rlhf_spmd.runtime.rewards.function import source_file
-from rlhf_spmd.runtime.world.world import World
 
 SOURCE = "data_source"  # the column that names where a prompt is from
 
@@ -78,33 +73,6 @@ def _ends_of_turns(
             )
             found.append(joins.unended(stop))
     return [*filter(None, found)]
-
-
-def run_environments(
-    config: Config, tokenizer: Tokenizer, prompts: PromptSet, world: World, eos_ids: Sequence[int]
-) -> RunEnvironments | None:
-    """Starts what answers to the turns of responses on this rank; None: they have one turn. Raises UserError."""
-    if not config.environment:
-        return None
-    template = ChatTemplate(config.files().tokenizer, config.data.chat_template, started=config.started)
-    limits = config.episode
-    return RunEnvironments(
-        config.environment,
-        prompts.column_names,
-        tokenizer,
-        partial(template.render, chat_template_kwargs=config.data.chat_template_kwargs),
-        eos_ids,
-        template=config.data.chat_template or config.files().tokenizer,
-        key=config.data.key or config.algorithm.prompts,
-        num_workers=config.environment_workers,
-        limits=Limits(limits.max_turns, limits.max_calls, limits.tool_timeout_s, limits.timeout_s),
-        seed=config.seed,
-        on_failure=limits.on_failure,
-        drawing={name: getattr(config.generation, name) for name in SAMPLING_KEYS},
-        num_rows=limits.rows,
-        max_prompt=config.data.max_prompt,
-        beat=lambda: world.watch.beat(),
-    )
 
 
 def read_prompts(config: Config, tokenizer: Tokenizer, known: KnownTokens, eos_ids: Sequence[int] = ()) -> PromptSet:

@@ -34,7 +34,6 @@ from rlhf_spmd.runtime.run.inputs import (
     check_responses_end,
     functions_fingerprints,
     read_prompts,
-    run_environments,
 )
 from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
@@ -111,7 +110,11 @@ def prepare(
             _check_groups(program, drops=config.episode.on_failure == "drop_group")
         if evaluation is not None:
             _check_groups(evaluation, "episode.rows, of eval.num_prompts as a mini-batch")
-        environments = run_environments(config, tokenizer, prompts, world, eos_ids)
+        environments = None
+        if config.environment:
+            environments = RunEnvironments(
+                config, prompts.column_names, tokenizer, eos_ids, beat=lambda: world.watch.beat()
+            )
         notes += _ends_of_answers(environments, config, prompts)
     job = Job(
         config,

@@ -30,7 +30,6 @@ def test_the_format_is_the_one_that_reads_what_the_template_writes(name, form, f
     assert format_of(joins) == form
     calls = [Call("f", ARGUMENTS, "123456789").message]
     assert named(read_calls(joins.call_text(calls), form)) == [("f", ARGUMENTS)]
-    assert format_of(joins, "pythonic") == "pythonic"
 
 
 @pytest.mark.parametrize("name", ["gemma", "smollm3", "phi4_mini", "phi4", "olmo2", "ernie4_5", "seed_oss"])

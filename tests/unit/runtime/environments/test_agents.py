@@ -14,7 +14,7 @@ from rlhf_spmd.model.hf import tool_schema
 from rlhf_spmd.runtime.environments.adapters import load_environments
 from rlhf_spmd.runtime.environments.agents import Conversation, Refused, refused_option
 from rlhf_spmd.runtime.environments.endpoint import UNKNOWN, Endpoint
-from rlhf_spmd.runtime.environments.episode_states import Limits, Row
+from rlhf_spmd.runtime.environments.episode_states import Row
 from rlhf_spmd.runtime.environments.native import Start
 from tests.environments import agents
 from tests.unit.runtime.environments.test_episodes import ASK, FILES, play, rows_of, scripted, text_of
@@ -192,12 +192,12 @@ def test_a_limit_ends_the_agent(agent, is_cut, reward, drive, package):
 def test_limits_and_failures_end_rows(world):
     """In real workers: a limit on turns, a limit in a turn, and an agent that raises."""
     rows = [Row(n, 0, n, {"prompt": ASK}, "Go.", ASK) for n in range(2)]
-    episodes = world("agents.py:counts", rows, num=1, limits=Limits(turns=2))
+    episodes = world("agents.py:counts", rows, num=1, options={"max_turns": 2})
     said = {0: ["one", "two"], 1: ["three", None]}
     ids, reasons, rewards = play(episodes, lambda row, turn, _: said[row][turn])
     assert reasons == ["max_turns", "max_sampled_tokens"] and rewards == [[0.0, 0.0], [0.0]]
     rows = [Row(n, 0, n, {"prompt": ASK, "catches": bool(n)}, "Go.", ASK) for n in range(2)]
-    episodes = world("agents.py:forgets", rows, num=1, on_failure="drop_group")
+    episodes = world("agents.py:forgets", rows, num=1, options={"on_failure": "drop_group"})
     _, reasons, rewards = play(episodes, scripted("hm"))
     assert [episodes.is_dropped(row) for row in range(2)] == [True, False] and rewards[1] == [0.25]
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_spmd.config.options import Episode
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer, tool_schema
+from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
 from rlhf_spmd.runtime.environments.adapters import chosen, load_environments
-from rlhf_spmd.runtime.environments.episode_states import Limits, Row
+from rlhf_spmd.runtime.environments.episode_states import Row
 from rlhf_spmd.runtime.environments.episodes import Episodes, id_of, seed_of
 from rlhf_spmd.runtime.environments.renderer import renderer_of
 from rlhf_spmd.runtime.environments.workers import environment_workers
@@ -55,18 +56,18 @@ def world(folder):
     """Returns world(spec, ...), which makes episodes, on workers that are closed afterwards."""
     pools: dict[tuple[str, int], WorkerPool] = {}
 
-    def world(spec: str, rows: list[Row], *, name="chatml", num=2, limits=None, **more) -> Episodes:
+    def world(spec: str, rows: list[Row], *, name="chatml", num=2, options=None, max_prompt=0, **more) -> Episodes:
+        options = Episode(**{"tool_timeout_s": 0.0} | (options or {}))
         spec = spec if spec.startswith("/") else f"{FILES}/{spec}"
         if (spec, num) not in pools:
             how = {"drawing": {"max_new_tokens": 64}} if spec.startswith(AGENTS) else {}
-            how |= {"num_rows": more["num_rows"]} if "num_rows" in more else {}
-            pools[spec, num] = environment_workers(spec, [*rows[0].columns], num=num, **how)
+            pools[spec, num] = environment_workers(spec, [*rows[0].columns], num=num, num_rows=options.rows, **how)
         template, tokenizer = ChatTemplate(folder, str(HERE / f"{name}.jinja"), started=STARTED), load_tokenizer(folder)
         stops, found = [tokenizer.vocabulary()[ENDS[name]]], load_environments(spec)
-        how = {"template": name, "describe": tool_schema}
-        renderers = [renderer_of(chosen(found, row.columns), tokenizer, template.render, stops, **how) for row in rows]
-        more = {"seed": 1, "iteration": 3, "name": "run", **more}
-        return Episodes(rows, renderers, pools[spec, num], limits or Limits(), **more)
+        how = tokenizer, template.render, stops
+        renderers = [renderer_of(chosen(found, row.columns), *how, template=name) for row in rows]
+        more = {"seed": 1, "iteration": 3, "name": "run", "max_prompt": max_prompt, **more}
+        return Episodes(rows, renderers, pools[spec, num], options, **more)
 
     yield world
     workers = [worker.process for pool in pools.values() for worker in pool._workers]
@@ -138,11 +139,11 @@ def test_tools_of_a_model_with_chatml(world):
 
 @pytest.mark.parametrize(
     ("limits", "reason", "num_calls"),
-    [(Limits(turns=2), "max_turns", 2), (Limits(calls=1), "max_tool_calls", 1), (Limits(), "max_sampled_tokens", 3)],
+    [({"max_turns": 2}, "max_turns", 2), ({"max_calls": 1}, "max_tool_calls", 1), ({}, "max_sampled_tokens", 3)],
 )
 def test_limits_end_an_episode(limits, reason, num_calls, world):
     call = CALL.format("add", '{"a": 1, "b": 2}')
-    episodes = world("functions.py:add", rows_of(1), limits=limits)
+    episodes = world("functions.py:add", rows_of(1), options=limits)
     _, reasons, _ = play(episodes, scripted(call, call, call))
     assert reasons == [reason] and episodes.states[0].num_calls == num_calls
 
@@ -190,7 +191,7 @@ def test_several_environments_in_one_call(world):
     _, reasons, rewards = play(episodes, says)
     assert reasons == ["tool_stopped", "completed"] and rewards == [[2.0, 1.0], [0.0, 3.0]]
     assert not any("dropped" in name for name in episodes.counts())
-    episodes = world("functions.py:SEVERAL", rows, on_failure="drop_group")
+    episodes = world("functions.py:SEVERAL", rows, options={"on_failure": "drop_group"})
     play(episodes, lambda row, turn, ids: "break" if row == 0 else says(row, turn, ids))
     dropped = {name: count for name, count in episodes.counts().items() if "dropped" in name}
     of_each = {"dropped_episodes/rounds": (1, 1), "dropped_episodes/total": (0, 1)}
@@ -291,7 +292,7 @@ def test_an_environment_that_breaks_is_tried_three_times_anew(times, is_over, wo
 def test_a_group_whose_environment_breaks_may_be_dropped(text, world, capfd):
     """Also if it ends its process, with the others in it, which go on in other objects."""
     rows = rows_of(4, samples=2, rounds=2)
-    episodes = world("functions.py:Rounds", rows, on_failure="drop_group")
+    episodes = world("functions.py:Rounds", rows, options={"on_failure": "drop_group"})
     _, reasons, rewards = play(episodes, lambda row, turn, ids: text if (row, turn) == (1, 1) else "ab")
     assert reasons == ["tool_stopped"] * 4 and rewards == [[2.0, 2.0], [2.0, 0.0], [2.0, 2.0], [2.0, 2.0]]
     assert [episodes.is_dropped(row) for row in range(4)] == [True, True, False, False]
@@ -304,7 +305,7 @@ def test_a_group_whose_environment_breaks_may_be_dropped(text, world, capfd):
 def test_the_neighbours_of_a_call_that_ends_its_worker_go_on(world):
     """The last try of each runs alone, so the one that ends it is known; objects are made anew by their calls."""
     rows = rows_of(12, rounds=3)
-    episodes = world("functions.py:Rounds", rows, on_failure="drop_group")
+    episodes = world("functions.py:Rounds", rows, options={"on_failure": "drop_group"})
     _, reasons, rewards = play(episodes, lambda row, turn, ids: "exit" if (row, turn) == (1, 1) else "ab" * (turn + 1))
     assert [state.num_lost for state in episodes.states][1] == 4 and episodes.dropped == {1}
     assert max(state.num_lost for state in episodes.states if state.row.prompt != 1) <= 3
@@ -361,7 +362,7 @@ def look(word: str) -> str:
 
 def test_the_end_of_a_worker_is_seen_although_its_child_keeps_the_connection(world, tmp_path):
     (tmp_path / "e.py").write_text(HIDDEN, encoding="utf-8")
-    episodes = world(f"{tmp_path}/e.py:look", rows_of(1), limits=Limits(tool_s=30))
+    episodes = world(f"{tmp_path}/e.py:look", rows_of(1), options={"tool_timeout_s": 30})
     (ids,), *_ = play(episodes, scripted(CALL.format("look", '{"word": "w0"}'), "done"))
     assert "<tool_response>\nw0\n</tool_response>" in text_of(episodes, ids) and episodes.states[0].num_lost == 1
     assert episodes.states[0].seconds[0] < 20
@@ -370,7 +371,7 @@ def test_the_end_of_a_worker_is_seen_although_its_child_keeps_the_connection(wor
 def test_a_group_is_dropped_wherever_its_environment_breaks(world):
     breaks = ("reset", "get_reward", "get_reward is nan", "step is inf")
     rows = [Row(n, 0, n, {"at": at}, "Go.", ASK) for n, at in enumerate((*breaks, ""))]
-    episodes = world("functions.py:Broken", rows, on_failure="drop_group")
+    episodes = world("functions.py:Broken", rows, options={"on_failure": "drop_group"})
     _, reasons, rewards = play(episodes, scripted("ab", "c"))
     assert reasons == ["tool_stopped"] * 5 and rewards[::4] == [[0.0], [1.0, 3.0]]
     assert [state.num_broken for state in episodes.states] == [4] * 4 + [0] and episodes.dropped == {0, 1, 2, 3}
@@ -383,7 +384,7 @@ def test_a_group_is_dropped_wherever_its_environment_breaks(world):
 
 @pytest.mark.timed
 def test_a_call_that_takes_too_long_is_answered_so_and_marks_the_run(world):
-    episodes = world("functions.py:TOOLS", rows_of(1), limits=Limits(tool_s=0.3))
+    episodes = world("functions.py:TOOLS", rows_of(1), options={"tool_timeout_s": 0.3})
     (ids,), reasons, _ = play(episodes, scripted(CALL.format("nap", '{"seconds": 30}'), "no"))
     assert "<tool_response>\nerror: timed out after 0.3 s\n</tool_response>" in text_of(episodes, ids)
     assert reasons == ["completed"] and episodes.states[0].num_timeouts == 1
@@ -392,7 +393,7 @@ def test_a_call_that_takes_too_long_is_answered_so_and_marks_the_run(world):
 @pytest.mark.timed
 def test_an_episode_that_takes_too_long_ends_and_the_others_go_on(world):
     says = lambda row, turn, ids: (CALL.format("nap", f'{{"seconds": {0 if row else 30}}}'), "no")[turn]  # noqa: E731
-    episodes = world("functions.py:TOOLS", rows_of(3), limits=Limits(episode_s=0.5))
+    episodes = world("functions.py:TOOLS", rows_of(3), options={"timeout_s": 0.5})
     _, reasons, rewards = play(episodes, says)
     assert reasons == ["rollout_timeout", "completed", "completed"]
     assert rewards[0] == [0.0]

@@ -4,12 +4,13 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rlhf_spmd.config.options import DataOptions, Episode
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
-from rlhf_spmd.runtime.environments.episode_states import Limits
+from rlhf_spmd.model.hf import load_tokenizer
 from rlhf_spmd.runtime.environments.of_run import RunEnvironments, row_of
 from tests.size_rules import REPOSITORY as ROOT
 from tests.templates import ENDS, HERE, STARTED, write_bytes_tokenizer
@@ -25,23 +26,16 @@ def folder(tmp_path_factory):
 
 def of_run(folder: Path, spec: str, columns: list[str], name: str = "chatml") -> RunEnvironments:
     tokenizer = load_tokenizer(folder)
-    template = ChatTemplate(folder, str(HERE / f"{name}.jinja"), started=STARTED)
-    stops = [tokenizer.vocabulary()[ENDS[name]]]
-    how = {
-        "template": name,
-        "num_workers": 1,
-        "limits": Limits(),
-        "seed": 1,
-        "key": "prompt",
-    }
-    return RunEnvironments(
-        spec if spec.endswith(("Guess", "search", "Sleepy")) else f"{FILES}/{spec}",
-        columns,
-        tokenizer,
-        template.render,
-        stops,
-        **how,
+    config = SimpleNamespace(
+        environment=spec if spec.endswith(("Guess", "search", "Sleepy")) else f"{FILES}/{spec}",
+        environment_workers=1,
+        seed=1,
+        started=STARTED,
+        episode=Episode(tool_timeout_s=0.0),
+        data=DataOptions(key="prompt", chat_template=str(HERE / f"{name}.jinja")),
+        files=lambda: SimpleNamespace(tokenizer=folder),
     )
+    return RunEnvironments(config, columns, tokenizer, [tokenizer.vocabulary()[ENDS[name]]])
 
 
 def test_two_calls_at_once_get_their_own_answers(folder):
@@ -71,9 +65,9 @@ def test_two_calls_at_once_get_their_own_answers(folder):
 @pytest.mark.parametrize(
     ("spec", "name", "says"),
     [
-        ("functions.py:TOOLS", "qwen3_dropped", "template of qwen3_dropped writes a tool call as ''"),
+        ("functions.py:TOOLS", "qwen3_dropped", "template of .*qwen3_dropped.jinja writes a tool call as ''"),
         ("functions.py:Rounds", "qwen3_dropped", "its thinking changes when an answer of the user follows"),
-        ("functions.py:TOOLS", "gemma", "gemma: the chat template does not take this conversation"),
+        ("functions.py:TOOLS", "gemma", "gemma.jinja: the chat template does not take this conversation"),
         ("functions.py:untyped", "chatml", "the tool untyped can't be described"),
         ("functions.py:Round", "chatml", "did you mean 'Rounds'"),
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer, tool_schema
+from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
 from rlhf_spmd.model.texts.tool_calls import Call
 from rlhf_spmd.runtime.environments.adapters import load_environments
 from rlhf_spmd.runtime.environments.renderer import renderer_of, transcript
@@ -26,7 +26,7 @@ def test_a_thought_that_the_template_opened_calls_nothing(opens, thinks, tmp_pat
     tokenizer, render = load_tokenizer(folder), ChatTemplate(folder, str(tmp_path / "t.jinja"), started=STARTED).render
     stop = tokenizer.vocabulary()[ENDS["chatml"]]
     environment = load_environments(f"{FILES}/functions.py:TOOLS", ["prompt"])[""]
-    renderer = renderer_of(environment, tokenizer, render, [stop], template="t", describe=tool_schema)
+    renderer = renderer_of(environment, tokenizer, render, [stop], template="t")
     call = renderer.joins.call_text([Call("add", {"a": 1, "b": 2}).message]).rpartition("assistant\n")[2]
 
     def num_calls(text: str, *, is_first: bool) -> int:

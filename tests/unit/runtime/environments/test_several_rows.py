@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer, tool_schema
+from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
 from rlhf_spmd.runtime.environments.adapters import load_environments
 from rlhf_spmd.runtime.environments.agents import Conversation
-from rlhf_spmd.runtime.environments.episode_states import Limits, Row
+from rlhf_spmd.runtime.environments.episode_states import Row
 from rlhf_spmd.runtime.environments.episodes import Episodes
 from rlhf_spmd.runtime.environments.renderer import extending, renderer_of
 from tests.environments.several_rows import MORE
@@ -76,7 +76,7 @@ def play(episodes: Episodes, says=by_ids, before=lambda: None) -> tuple[list[dic
 
 
 def test_a_sub_agent_has_a_row_of_its_own(world):
-    episodes = world("several_rows.py:delegates", rows_of(2, 4), num=1, num_rows=4, max_prompt=99)
+    episodes = world("several_rows.py:delegates", rows_of(2, 4), num=1, options={"rows": 4}, max_prompt=99)
     found, reasons, rewards = play(episodes)
     for of_episode in found:
         own, *subs = sorted(of_episode.values(), key=lambda text: "8*9" in text)
@@ -89,7 +89,7 @@ def test_a_sub_agent_has_a_row_of_its_own(world):
 
 
 def test_a_conversation_that_is_changed_goes_on_in_another_row(world):
-    found, reasons, _ = play(world("several_rows.py:drops", rows_of(1, 3), num=1, num_rows=3, max_prompt=99))
+    found, reasons, _ = play(world("several_rows.py:drops", rows_of(1, 3), num=1, options={"rows": 3}, max_prompt=99))
     texts = sorted(found[0].values(), key=len)
     assert [text.count("<|im_start|>assistant") for text in texts] == [1, 2, 3] and reasons == ["tool_stopped"] * 3
     assert all(text.count("so ") == 1 for text in texts)
@@ -100,7 +100,7 @@ def test_nothing_depends_on_when_requests_come(name, world):
     """Of rows that are alike, too; also if workers are killed, which ask for rows again in another order."""
     if name == "by_openai":
         pytest.importorskip("openai")
-    spec, rows, how = f"several_rows.py:{name}", rows_of(2, 5), {"num_rows": 5, "max_prompt": 99}
+    spec, rows, how = f"several_rows.py:{name}", rows_of(2, 5), {"options": {"rows": 5}, "max_prompt": 99}
     expected = play(world(spec, rows, **how))
     assert [len(of_episode) for of_episode in expected[0]] == [4, 4] and expected[1].count("") == 2
     assert len({*expected[0][0]} | {*expected[0][1]}) == 8
@@ -119,7 +119,7 @@ def test_nothing_depends_on_when_requests_come(name, world):
 
 def test_limits_end_a_row_and_not_its_episode(world):
     """A row that is cut says so, and goes on no more; nor are there more rows than episode.rows."""
-    episodes = world("several_rows.py:goes_on", rows_of(1, 2), num=1, num_rows=2, max_prompt=99)
+    episodes = world("several_rows.py:goes_on", rows_of(1, 2), num=1, options={"rows": 2}, max_prompt=99)
     tokenizer = episodes.states[0].renderer.tokenizer
 
     def says(ids: list[int], stream: int) -> str | None:
@@ -137,7 +137,7 @@ def test_limits_end_a_row_and_not_its_episode(world):
 
 def test_a_prompt_that_is_too_long_opens_no_row(world):
     """The agent is told; of a first row it is an error."""
-    rows, how = rows_of(1, 3), {"num": 1, "num_rows": 3, "max_prompt": 70}
+    rows, how = rows_of(1, 3), {"num": 1, "options": {"rows": 3}, "max_prompt": 70}
     rows = [replace(row, columns=row.columns | {"answer": "x" * 90}) for row in rows]
     (found,), reasons, rewards = play(world("several_rows.py:goes_on", rows, **how))
     own = next(text for text in found.values() if "8*9" not in text and "Go." in text)
@@ -149,7 +149,7 @@ def test_a_prompt_that_is_too_long_opens_no_row(world):
 
 @pytest.mark.slow
 def test_an_agent_that_hangs_ends_all_rows(world):
-    episodes = world("several_rows.py:naps", rows_of(1, 3), num_rows=3, max_prompt=99, limits=Limits(tool_s=2.0))
+    episodes = world("several_rows.py:naps", rows_of(1, 3), options={"rows": 3, "tool_timeout_s": 2.0}, max_prompt=99)
     _, reasons, rewards = play(episodes)
     assert reasons == ["rollout_timeout"] * 2 + [""] and rewards == [0.0] * 3
     assert episodes.counts()["tool_timeouts"] == (1, 1)
@@ -159,8 +159,8 @@ def test_an_agent_that_hangs_ends_all_rows(world):
 def test_an_agent_that_breaks_is_begun_anew_and_dropped(world, capfd):
     rows = rows_of(4, 3)
     with pytest.raises(UserError, match=r"(?s)breaks broke 4 times.*OSError"):
-        play(world("several_rows.py:breaks", rows, num_rows=3, max_prompt=99))
-    episodes = world("several_rows.py:breaks", rows, num_rows=3, max_prompt=99, on_failure="drop_group")
+        play(world("several_rows.py:breaks", rows, options={"rows": 3}, max_prompt=99))
+    episodes = world("several_rows.py:breaks", rows, options={"rows": 3, "on_failure": "drop_group"}, max_prompt=99)
     play(episodes)
     assert all(map(episodes.is_dropped, range(12))) and capfd.readouterr().err.count("so the group of an episode") == 4
 
@@ -170,7 +170,6 @@ def test_what_a_template_changes_begins_another_row(name, roles, folder):
     template, tokenizer = ChatTemplate(folder, str(HERE / f"{name}.jinja"), started=STARTED), load_tokenizer(folder)
     stops = [tokenizer.vocabulary()[ENDS[name]]]
     environment = load_environments(f"{FILES}/several_rows.py:drops")[""]
-    how = {"template": name, "describe": tool_schema}
-    assert extending([renderer_of(environment, tokenizer, template.render, stops, **how)]) == roles
+    assert extending([renderer_of(environment, tokenizer, template.render, stops, template=name)]) == roles
     conversation = Conversation(roles, [*ASK, {"role": "assistant", "content": "a"}])
     assert conversation.is_extended_by([*conversation.messages, MORE], None) == ("user" in roles)

@@ -41,7 +41,7 @@ OPTIONS = [
 def a_run(overrides, *, seed: int, latest: int, options: tuple = (), algorithm: str = "ppo", **how) -> RunOf:
     config = presets.load("tiny", [*overrides, *OPTIONS, *options], algorithm=algorithm)
     with pytest.MonkeyPatch.context() as patch:  # `attach` stands for the environment
-        patch.setattr("rlhf_spmd.runtime.run.prepare.run_environments", lambda *_, **__: None)
+        patch.setattr("rlhf_spmd.runtime.run.prepare.RunEnvironments", lambda *_, **__: None)
         run = RunOf(config, **how)
     attach(run, seed, latest)
     return run
@@ -252,7 +252,7 @@ def test_evaluations_run_episodes(overrides, monkeypatch):
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, prompts=prompts))
     options = {"num_prompts": 11, "samples_per_prompt": 1, "temperature": 0.0, "by_function": True}
     evaluation = evaluation_program(program, **options, max_response=evaluated(config).row_tokens)
-    monkeypatch.setattr("rlhf_spmd.runtime.run.prepare.run_environments", lambda *_, **__: None)
+    monkeypatch.setattr("rlhf_spmd.runtime.run.prepare.RunEnvironments", lambda *_, **__: None)
     run = RunOf(config, program=program)
     run.job = prepare(config, program, run.world, evaluation).evaluation
     attach(run, 0, 3)
