@@ -45,7 +45,7 @@ from rlhf_spmd.runtime.generation.episodes import Answer, Turns
 from rlhf_spmd.runtime.generation.kv_cache import GPU_BLOCK, KVCache, blocks_that_fit
 from rlhf_spmd.runtime.generation.requests import Batch, Begun, Requests, Sampling
 from rlhf_spmd.runtime.generation.route_record import RouteRecord, Span
-from rlhf_spmd.runtime.generation.scheduler import Admission, Blocks, RunningRequest, Scheduler, WaitingRequest
+from rlhf_spmd.runtime.generation.scheduler import Admission, Blocks, Row, Scheduler
 
 PREFILL_TOKENS = 4096  # limit of one prefill with more than one prompt
 WAIT_S = 1.0  # for an answer, before the engine looks again
@@ -116,7 +116,7 @@ class Engine:
         self.runs_ahead = (
             self.scheduler.batches_admissions
         )  # launches a round before it reads what ended in the one before
-        self._unread: list[tuple[list[RunningRequest], Tensor, Tensor]] = []  # what `_draw` told of rounds under way
+        self._unread: list[tuple[list[Row], Tensor, Tensor]] = []  # what `_draw` told of rounds under way
         self._shares_answers = turns is not None and self.parallel.copy is not None  # in each round
         self._is_stuck = False  # until an answer comes
         self._unopened: set[int] = set()  # requests whose prompts have not come
@@ -157,7 +157,7 @@ class Engine:
                 assert self.turns is not None, "only answers open rows"
                 self._unopened.add(number)
             elif not self.requests.is_ended(number):
-                queued.append(WaitingRequest(number, key, len(prompt), len(prompt) + num))
+                queued.append(Row(number, key, len(prompt), len(prompt) + num))
         # equal prompts are adjacent
         self.scheduler.waiting.extend(sorted(queued, key=lambda waiting: first[waiting.key]))
         return numbers
@@ -241,12 +241,12 @@ class Engine:
         assert self.turns is not None
         over: list[int] = []
         going_on: list[Answer] = []
-        for answer in self.turns.outside.answers(WAIT_S if self._is_stuck else 0.0):
+        for answer in self.turns.episodes.answers(WAIT_S if self._is_stuck else 0.0):
             if answer.row in self._unopened:
                 self._unopened.remove(answer.row)
                 over += self._opened(answer)
                 continue
-            row = next(row for row in self.scheduler.outside if row.request == answer.row)
+            row = self.scheduler.outside[answer.row]
             length = row.base + 1 - row.num_prompt  # the last token that was drawn is not in the cache
             if self.turns.goes_on(answer, length):
                 going_on.append(answer)
@@ -266,29 +266,27 @@ class Engine:
         turns.streams[row] = answer.stream
         requests.open(row, answer.token_ids, turns.bits_of(row, answer.stream))
         (key,) = requests.keys(range(row, row + 1))
-        self.scheduler.waiting.append(WaitingRequest(row, key, *[len(answer.token_ids)] * 2))
+        self.scheduler.waiting.append(Row(row, key, *[len(answer.token_ids)] * 2))
         return []
 
-    def _resumed(self, answer: Answer) -> tuple[RunningRequest, int] | None:
+    def _resumed(self, answer: Answer) -> tuple[Row, int] | None:
         """Appends an answer to its row, and brings the row back to the batch -> the row and its number of tokens in the
         cache; None if there is no room, so that it is in the queue."""
         assert self.turns is not None and answer.token_ids is not None
-        row = next(row for row in self.scheduler.outside if row.request == answer.row)
+        row = self.scheduler.outside[answer.row]
         cached, tokens = row.base, answer.token_ids
         most = self.turns.most_of(answer.row)
         self.requests.extend(answer.row, cached + 1 - row.num_prompt, tokens, most)
         return (row, cached) if self.scheduler.resume(answer.row, 1 + len(tokens)) is not None else None
 
-    def _forward(
-        self, admitted: Sequence[Admission], answered: Sequence[tuple[RunningRequest, int]] = ()
-    ) -> Tensor | None:
+    def _forward(self, admitted: Sequence[Admission], answered: Sequence[tuple[Row, int]] = ()) -> Tensor | None:
         """Prefills new rows and decodes the running ones -> hidden_BD of all, on the last stage. A prompt that is
         already in the cache is not computed again. answered: rows with an answer, and their tokens in the cache."""
         for moves in self.scheduler.moves:
             self.cache.move(moves)
         self.scheduler.moves.clear()
         fresh = [one for one in admitted if one.donor is None]
-        drawn = [one.waiting.num_tokens - one.waiting.num_prompt for one in fresh]
+        drawn = [one.row.base - one.row.num_prompt for one in fresh]
         prompts = [self.requests.tokens(one.row.request, num) for one, num in zip(fresh, drawn, strict=True)]
         batch = self._batch
         more = [
@@ -328,7 +326,7 @@ class Engine:
             if one.donor is not None:
                 record.copy(self.scheduler.rows[one.donor].request, one.row.request, one.row.num_prompt)
 
-    def _draw(self, hidden_BD: Tensor | None) -> tuple[list[RunningRequest], Tensor, Tensor]:
+    def _draw(self, hidden_BD: Tensor | None) -> tuple[list[Row], Tensor, Tensor]:
         """Draws a token for every row -> the rows, which of them are over (on the host, once the device is there), and
         which ended their turn."""
         batch, requests = self._batch, self.requests
@@ -350,7 +348,7 @@ class Engine:
         over_B = (ended_B | (batch.drawn_B >= batch.most_B)).to("cpu", non_blocking=True)
         return [*self.scheduler.rows], over_B, ended_B
 
-    def _removed(self, drawn: Sequence[RunningRequest], over_B: Tensor, said_B: Tensor) -> list[int]:
+    def _removed(self, drawn: Sequence[Row], over_B: Tensor, said_B: Tensor) -> list[int]:
         """Removes rows that are over from the batch -> their requests; those whose turn has ended wait for an answer.
 
         drawn: the rows of the round in which they ended. In each later round under way a token was drawn for them.
@@ -367,7 +365,7 @@ class Engine:
         for row in ended:
             requests.lengths[row.request - requests.first] = lengths[row.request]
             if self.turns is not None:
-                self.turns.outside.cut(row.request, self._turn_of(row.request, lengths[row.request]))
+                self.turns.episodes.cut(row.request, self._turn_of(row.request, lengths[row.request]))
                 self.turns.cut(row.request, lengths[row.request])
         order, moves = self.scheduler.remove(rows, said)
         self.cache.move(moves)
@@ -379,7 +377,7 @@ class Engine:
             assert self.turns is not None
             end = lengths[row.request]
             self.turns.end_turn(row.request, end)
-            self.turns.outside.drew(row.request, self._turn_of(row.request, end))
+            self.turns.episodes.drew(row.request, self._turn_of(row.request, end))
         return [row.request for row in ended]
 
     def _turn_of(self, request: int, end: int) -> list[int]:

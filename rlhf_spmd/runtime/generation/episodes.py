@@ -33,8 +33,12 @@ class Answer:
     stream: int = 0
 
 
-class Outside(Protocol):
-    """What an engine asks. row: the number of a request among those of the call."""
+class Episodes(Protocol):
+    """The outside of a generate call: what an engine asks, what the call begins with, and the rewards that training
+    reads. row: the number of a request among those of the call."""
+
+    def openings(self) -> list[list[int]]:
+        """Returns the tokens of each row's prompt, as its environment opens it; asked once, before all else."""
 
     def drew(self, row: int, token_ids: list[int]) -> None:
         """Notes that the model ended a turn of this row with these drawn ids, the stop token included, if it drew one.
@@ -45,13 +49,6 @@ class Outside(Protocol):
 
     def answers(self, wait_s: float) -> list[Answer]:
         """Returns the answers that have come back since; waits up to wait_s if nothing has."""
-
-
-class Episodes(Outside, Protocol):
-    """The outside of a generate call, with what the call begins with and the rewards that training reads."""
-
-    def openings(self) -> list[list[int]]:
-        """Returns the tokens of each row's prompt, as its environment opens it; asked once, before all else."""
 
     def rewards(self, row: int, reason: str) -> Sequence[float]:
         """Returns the reward of each turn of a row that has ended: one for each call of `drew`, with the episode's own
@@ -85,14 +82,14 @@ class Turns:
 
     def __init__(
         self,
-        outside: Outside,
+        episodes: Episodes,
         max_new_tokens: int,
         max_row_tokens: int,
         bits_of: Callable[[int, int], Tensor] | None = None,
     ):
         """max_new_tokens: drawn tokens of a whole episode. max_row_tokens: those, and the observations between them.
         bits_of: returns the random bits [G] of a row with those of a sample, if answers open rows."""
-        self.outside, self.max_new_tokens, self.max_row_tokens = outside, max_new_tokens, max_row_tokens
+        self.episodes, self.max_new_tokens, self.max_row_tokens = episodes, max_new_tokens, max_row_tokens
         self.bits_of = bits_of
         self.streams: dict[int, int] = {}  # of rows that were opened
         self._rows: dict[int, _Episode] = {}
@@ -122,19 +119,19 @@ class Turns:
     def goes_on(self, answer: Answer, length: int) -> bool:
         """Returns whether an episode whose response has this length goes on with an answer: it does not if no token
         could be drawn after it."""
-        one = self._rows[answer.row]
+        episode = self._rows[answer.row]
         if answer.token_ids is None:
             assert answer.reason in REASONS, answer
-            one.reason = answer.reason
+            episode.reason = answer.reason
         elif self._num_drawn(answer.row) >= self.max_new_tokens:
-            one.reason = DRAWN_OUT
+            episode.reason = DRAWN_OUT
         elif length + len(answer.token_ids) >= self.max_row_tokens:
-            one.reason = TOO_LONG
+            episode.reason = TOO_LONG
         else:
-            one.begin = length + len(answer.token_ids)
-        if one.reason and answer.token_ids is not None:
-            self.outside.cut(answer.row, [])
-        return not one.reason
+            episode.begin = length + len(answer.token_ids)
+        if episode.reason and answer.token_ids is not None:
+            self.episodes.cut(answer.row, [])
+        return not episode.reason
 
     def reason(self, row: int) -> str:
         """Returns why the episode ended; empty for a blank row."""
@@ -148,18 +145,18 @@ class Turns:
         """Returns which tokens of the responses were drawn: actions_RG float32, 0 elsewhere (DRAWN, LAST)."""
         actions_RG = torch.zeros(len(rows), self.max_row_tokens)
         for actions_G, row in zip(actions_RG, rows, strict=True):
-            one = self._rows.get(row, _Episode())
-            for begin, end in one.turns:
+            episode = self._rows.get(row, _Episode())
+            for begin, end in episode.turns:
                 actions_G[begin:end] = DRAWN
-            if one.reason in BY_ITSELF:
-                actions_G[one.turns[-1][1] - 1] = LAST
+            if episode.reason in BY_ITSELF:
+                actions_G[episode.turns[-1][1] - 1] = LAST
         return actions_RG
 
-    def rewards(self, rows: Sequence[int], episodes: Episodes) -> Tensor:
+    def rewards(self, rows: Sequence[int]) -> Tensor:
         """Returns the rewards of turns, each on the last token that it drew: rewards_RG float32, 0 elsewhere."""
         rewards_RG = torch.zeros(len(rows), self.max_row_tokens)
         for rewards_G, row in zip(rewards_RG, rows, strict=True):
-            turns, rewards = self._rows.get(row, _Episode()).turns, episodes.rewards(row, self.reason(row))
+            turns, rewards = self._rows.get(row, _Episode()).turns, self.episodes.rewards(row, self.reason(row))
             for index, reward in enumerate(rewards if turns else ()):
                 rewards_G[turns[min(index, len(turns) - 1)][1] - 1] += reward
         return rewards_RG

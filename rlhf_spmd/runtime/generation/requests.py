@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.calls import check_temperature
-from rlhf_spmd.runtime.generation.scheduler import RunningRequest
+from rlhf_spmd.runtime.generation.scheduler import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class Batch:
     def __len__(self) -> int:
         return self.rows_FB.shape[1]
 
-    def with_rows(self, rows: Sequence[RunningRequest], requests: Requests) -> "Batch":
+    def with_rows(self, rows: Sequence[Row], requests: Requests) -> "Batch":
         """Appends rows of which all tokens are in the cache."""
         new = []
         for row in rows:

@@ -45,7 +45,7 @@ class Rollout:
         """
         self.prompts_MBP = prompts_MBP
         self.num_rows, max_response = bits_MBG.shape[1:]
-        self.episodes, max_new_tokens = episodes, min(max_new_tokens or max_response, max_response)
+        max_new_tokens = min(max_new_tokens or max_response, max_response)
         self.episode_rows, bits_of = episode_rows, bits_of if episode_rows > 1 else None
         self.turns = None if episodes is None else Turns(episodes, max_new_tokens, max_response, bits_of)
         own = {name: options[name] for name in SAMPLING_KEYS if name in options}
@@ -86,10 +86,10 @@ class Rollout:
     def of_turns(self, mini_batches: slice) -> tuple[Tensor, Tensor]:
         """Returns, of the episodes of these mini-batches, which have ended: which tokens were drawn, and the rewards of
         turns on their last drawn tokens, both float32 [B, G]. A row that is dropped has none."""
-        assert self.turns is not None and self.episodes is not None
+        assert self.turns is not None
         requests, device = self._ordered(mini_batches), self.engine.device
-        rewards_BG, actions_BG = self.turns.rewards(requests, self.episodes), self.turns.actions(requests)
-        actions_BG[torch.tensor([self.episodes.is_dropped(row) for row in requests], dtype=torch.bool)] = 0.0
+        rewards_BG, actions_BG = self.turns.rewards(requests), self.turns.actions(requests)
+        actions_BG[torch.tensor([self.turns.episodes.is_dropped(row) for row in requests], dtype=torch.bool)] = 0.0
         both_2BG = torch.stack((actions_BG, rewards_BG)).to(device)
         actions_BG, rewards_BG = broadcast_in_copy(both_2BG, self.engine.parallel)
         return actions_BG, rewards_BG
@@ -97,10 +97,9 @@ class Rollout:
     def ends(self, mini_batches: slice) -> list[tuple[str, int]]:
         """Returns why each row of these mini-batches ended that is neither dropped nor blank, and its number of turns;
         empty where responses have one."""
-        turns, episodes = self.turns, self.episodes
-        if turns is None or episodes is None:
+        if (turns := self.turns) is None:
             return []
-        kept = [row for row in self._requests(mini_batches) if turns.reason(row) and not episodes.is_dropped(row)]
+        kept = [row for row in self._requests(mini_batches) if turns.reason(row) and not turns.episodes.is_dropped(row)]
         return [(turns.reason(row), turns.num_turns(row)) for row in kept]
 
     def reasons(self, mini_batches: slice) -> list[str]:

@@ -77,31 +77,22 @@ class Blocks:
 
 
 @dataclass(slots=True)
-class RunningRequest:
-    """A request in the batch, or outside, where it has `base` tokens in the cache.
+class Row:
+    """A request: in the queue, in a row of the batch, or outside.
 
     key: identifies its prompt; requests with the same prompt have the same key.
-    """
-
-    request: int
-    key: int
-    num_prompt: int  # prompt tokens
-    blocks: list[int]
-    base: int  # tokens in the cache when it joined the batch
-    joined: int  # number of decode steps before that
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingRequest:
-    """A request in the queue.
-
-    num_tokens: of the prompt, plus those of its response before it was preempted.
+    num_prompt: prompt tokens.
+    base: tokens in the cache when it joins the batch, or outside: of the prompt, and of the response so far.
+    blocks: none in the queue, nor of a row outside that was preempted.
+    joined: number of decode steps before it joined the batch.
     """
 
     request: int
     key: int
     num_prompt: int
-    num_tokens: int
+    base: int
+    blocks: list[int] = field(default_factory=list)
+    joined: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +103,7 @@ class Admission:
     copy: (from, to) for the donor's last, partly filled block.
     """
 
-    waiting: WaitingRequest
-    row: RunningRequest
+    row: Row
     donor: int | None
     copy: tuple[int, int] | None
 
@@ -134,9 +124,9 @@ class Scheduler:
     max_rows: int
     prefill_tokens: int
     blocks_per_row: int = 0
-    waiting: deque[WaitingRequest] = field(default_factory=deque)
-    rows: list[RunningRequest] = field(default_factory=list)
-    outside: list[RunningRequest] = field(default_factory=list)  # those without blocks were preempted
+    waiting: deque[Row] = field(default_factory=deque)
+    rows: list[Row] = field(default_factory=list)
+    outside: dict[int, Row] = field(default_factory=dict)  # by request
     moves: list[Moves] = field(default_factory=list)  # to do before the next pass, in order; the engine empties it
     one_block: bool = False  # row i has exactly one block, block i
     batches_admissions: bool = False  # admits several requests at a time
@@ -152,7 +142,7 @@ class Scheduler:
     def __post_init__(self):
         self.tables_BM = np.zeros((self.max_rows, self.blocks_per_row or self.blocks.num_blocks), dtype=np.int32)
 
-    def num_cached(self, row: RunningRequest) -> int:
+    def num_cached(self, row: Row) -> int:
         """Returns the number of a row's tokens in the cache."""
         return row.base + self._steps - row.joined
 
@@ -171,66 +161,65 @@ class Scheduler:
         self._is_open = not self.waiting
         while self.opens_rows and self.waiting and not self.rows and not self._fits(self.waiting[0]):
             self._preempt_outside()  # it may wait for an answer to the one that waits
-        while self.waiting and len(self.rows) + sum(bool(row.blocks) for row in self.outside) < self.max_rows:
-            head = self.waiting[0]
-            donor = self._donor(head)
-            shared = self.rows[donor].blocks[: head.num_prompt // self.blocks.size] if donor is not None else []
-            fresh = self.blocks.needed(head.num_tokens) - len(shared)
+        while self.waiting and len(self.rows) + self._num_outside < self.max_rows:
+            row = self.waiting[0]
+            donor = self._donor(row)
+            shared = self.rows[donor].blocks[: row.num_prompt // self.blocks.size] if donor is not None else []
+            fresh = self.blocks.needed(row.base) - len(shared)
             spare = 1 if self.rows and not self.one_block else 0  # else the new row would be preempted at once
             if fresh + spare > self.blocks.num_free:
                 break
-            if donor is None and admitted and tokens + head.num_tokens > self.prefill_tokens:
+            if donor is None and admitted and tokens + row.base > self.prefill_tokens:
                 self._is_open = True  # the rest follows at once
                 break
-            tokens += head.num_tokens if donor is None else 0
+            tokens += row.base if donor is None else 0
             self.waiting.popleft()
             self.blocks.share(shared)
             if self.outside and self.one_block:
                 self._clear(len(self.rows))
-            row = RunningRequest(
-                head.request, head.key, head.num_prompt, shared + self.blocks.take(fresh), head.num_tokens, self._steps
-            )
+            row.blocks, row.joined = shared + self.blocks.take(fresh), self._steps
             assert not self.one_block or row.blocks == [len(self.rows)], row
             copy = None
-            if donor is not None and head.num_prompt % self.blocks.size:
+            if donor is not None and row.num_prompt % self.blocks.size:
                 copy = (self.rows[donor].blocks[len(shared)], row.blocks[len(shared)])
-            self._put(len(self.rows), 0, row.blocks)
-            self.rows.append(row)
-            admitted.append(Admission(head, row, donor, copy))
+            self._join(row)
+            admitted.append(Admission(row, donor, copy))
         if admitted:
             self._next_full, self._admitted, self._num_left = 0, self._steps, 0
         return admitted
 
-    def _fits(self, head: WaitingRequest) -> bool:
+    @property
+    def _num_outside(self) -> int:
+        """How many rows outside have blocks."""
+        return sum(bool(row.blocks) for row in self.outside.values())
+
+    def _fits(self, row: Row) -> bool:
         """Returns whether a request has room in an empty batch beside the rows outside, as it has if none has
         blocks."""
-        num_outside = sum(bool(row.blocks) for row in self.outside)
-        return not num_outside or (
-            num_outside < self.max_rows and self.blocks.needed(head.num_tokens) <= self.blocks.num_free
-        )
+        num = self._num_outside
+        return not num or (num < self.max_rows and self.blocks.needed(row.base) <= self.blocks.num_free)
 
     def _clear(self, index: int) -> None:
         """Frees, with one block for each row, the block of the next row of the batch if a row outside has it."""
-        for row in self.outside:
+        for row in self.outside.values():
             if row.blocks == [index]:
                 row.blocks = [self.blocks.take_last()]
                 self.blocks.drop([index])
                 self.moves.append([(index, row.blocks[0], row.base)])
 
-    def resume(self, request: int, num_new: int) -> RunningRequest | None:
+    def resume(self, request: int, num_new: int) -> Row | None:
         """Gives a row outside num_new more tokens and makes it the last of the batch. Returns None if no blocks are
         free for them: then it is the first of the queue, and all its tokens will be prefilled again.
         """
-        row = self._leave(request)
+        row = self.outside.pop(request)
         cached, row.base = row.base, row.base + num_new
         fresh = self.blocks.needed(row.base) - len(row.blocks)
         if not row.blocks or fresh + bool(self.rows and not self.one_block) > self.blocks.num_free:
-            self.blocks.drop(row.blocks)
-            self.waiting.appendleft(WaitingRequest(row.request, row.key, row.num_prompt, row.base))
+            self._queue(row)
             return None
         if self.one_block:
             source, to = row.blocks[0], len(self.rows)
-            other = next((one for one in self.outside if one.blocks == [to]), None)
+            other = next((outside for outside in self.outside.values() if outside.blocks == [to]), None)
             if other is not None:
                 other.blocks, row.blocks = row.blocks, other.blocks
                 self.moves.append([(source, to, cached), (to, source, other.base)])
@@ -241,29 +230,33 @@ class Scheduler:
             assert row.blocks == [to], (row, to)
         row.blocks += self.blocks.take(fresh)
         row.joined, self._next_full, self._is_open = self._steps, 0, True  # its tokens are such a pass
+        self._join(row)
+        return row
+
+    def finish(self, request: int) -> None:
+        """Removes a row outside, whose episode is over."""
+        self.blocks.drop(self.outside.pop(request).blocks)
+
+    def _queue(self, row: Row) -> None:
+        """Frees the blocks of a row, and makes it the first of the queue."""
+        self.blocks.drop(row.blocks)
+        row.blocks = []
+        self.waiting.appendleft(row)
+
+    def _join(self, row: Row) -> None:
+        """Makes a row the last of the batch."""
         self._put(len(self.rows), 0, row.blocks)
         self.rows.append(row)
-        return row
-
-    def finish(self, request: int) -> RunningRequest:
-        """Removes a row outside, whose episode is over."""
-        row = self._leave(request)
-        self.blocks.drop(row.blocks)
-        return row
-
-    def _leave(self, request: int) -> RunningRequest:
-        """Takes a row from those outside."""
-        return self.outside.pop(next(i for i, row in enumerate(self.outside) if row.request == request))
 
     def _put(self, index: int, place: int, blocks: Sequence[int]) -> None:
         """Writes blocks into a row's table, starting at `place`."""
         self.tables_BM[index, place : place + len(blocks)] = blocks
         self.has_new_tables = True
 
-    def _donor(self, head: WaitingRequest) -> int | None:
+    def _donor(self, head: Row) -> int | None:
         """Returns the first row that was prefilled with exactly this request's prompt; None if it has drawn tokens
         already."""
-        if head.num_tokens > head.num_prompt:
+        if head.base > head.num_prompt:
             return None
         fits = (i for i, row in enumerate(self.rows) if row.key == head.key and row.base == row.num_prompt)
         return next(fits, None)
@@ -295,21 +288,20 @@ class Scheduler:
         """Whether the next step preempts no row."""
         return self.one_block or self._steps < self._next_full or len(self.rows) <= self.blocks.num_free
 
-    def _room(self, row: RunningRequest) -> int:
+    def _room(self, row: Row) -> int:
         """Returns the number of further tokens that the row's blocks can hold."""
         return len(row.blocks) * self.blocks.size - self.num_cached(row)
 
     def _preempt(self) -> int:
         """Moves the last row to the head of the queue; its prompt and drawn tokens will be prefilled again."""
         row = self.rows.pop()
-        self.blocks.drop(row.blocks)
-        # the cached tokens, plus the one that this step would have stored
-        self.waiting.appendleft(WaitingRequest(row.request, row.key, row.num_prompt, self.num_cached(row) + 1))
+        row.base = self.num_cached(row) + 1  # the cached tokens, plus the one that this step would have stored
+        self._queue(row)
         return row.request
 
     def _preempt_outside(self) -> bool:
         """Takes the blocks of the row that has been outside for the shortest time; False if there is none."""
-        row = next((row for row in reversed(self.outside) if row.blocks), None)
+        row = next((row for row in reversed(self.outside.values()) if row.blocks), None)
         if row is not None:
             self.blocks.drop(row.blocks)
             row.blocks = []
@@ -338,7 +330,7 @@ class Scheduler:
             for row in leaving:
                 (source,), row.blocks = row.blocks, [self.blocks.take_last()]
                 moves[:0] = [(source, row.blocks[0], row.base)] if row.blocks != [source] else []
-        self.outside += leaving
+        self.outside |= {row.request: row for row in leaving}
         self.rows = [self.rows[index] for index in order]
         if not self.one_block:  # there row i keeps block i
             self.tables_BM[:num_left] = self.tables_BM[order]

@@ -67,10 +67,10 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
         data.note(f"{prefix}{END}", whole, ended, again_MC)
         for reason in REASONS:
             meter.add(f"{prefix}end_{reason}", counted[reason], num)
-    if rollout.episodes is not None and call.name not in data.generations:
-        for name, (total, num_episodes) in rollout.episodes.counts().items():
+    if rollout.turns is not None and call.name not in data.generations:
+        for name, (total, num_episodes) in rollout.turns.episodes.counts().items():
             meter.add(f"{prefix}{name}", total, num_episodes)
-        seconds = sorted(rollout.episodes.seconds())
+        seconds = sorted(rollout.turns.episodes.seconds())
         meter.add(f"{prefix}answers", len(seconds), rollout.num)
         meter.add(f"{prefix}tool_s", sum(seconds), len(seconds))
         meter.maximum(f"{prefix}tool_p95_s", seconds[math.ceil(0.95 * len(seconds)) - 1] if seconds else 0.0)

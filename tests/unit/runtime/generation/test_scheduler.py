@@ -3,18 +3,18 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.runtime.generation.scheduler import Blocks, Scheduler, WaitingRequest
+from rlhf_spmd.runtime.generation.scheduler import Blocks, Row, Scheduler
 
 LONGEST = 20
 
 
-def waiting(requests: list[tuple[int, int]]) -> list[WaitingRequest]:
+def waiting(requests: list[tuple[int, int]]) -> list[Row]:
     """Queues (key, tokens of the prompt) of each; one key has one length."""
     length = {}
-    return [WaitingRequest(n, key, *[length.setdefault(key, size)] * 2) for n, (key, size) in enumerate(requests)]
+    return [Row(n, key, *[length.setdefault(key, size)] * 2) for n, (key, size) in enumerate(requests)]
 
 
-def check_rows(scheduler: Scheduler, keys: dict[int, WaitingRequest]) -> None:
+def check_rows(scheduler: Scheduler, keys: dict[int, Row]) -> None:
     """Checks that no two rows write to one block, and that none is lost or taken twice."""
     blocks = scheduler.blocks
     uses = [0] * blocks.num_blocks
@@ -55,14 +55,14 @@ def test_everybody_gets_through(requests, size, max_rows, spare, batches_admissi
     while left:
         admitted = scheduler.admit()
         for one in admitted:
-            order.append(one.waiting.request)
+            order.append(one.row.request)
             if one.donor is not None:
-                donor, prompt = scheduler.rows[one.donor], one.waiting.num_prompt
+                donor, prompt = scheduler.rows[one.donor], one.row.num_prompt
                 assert donor.key == one.row.key and donor.request != one.row.request
                 whole = prompt // size
                 assert donor.blocks[:whole] == one.row.blocks[:whole]
                 assert one.copy == ((donor.blocks[whole], one.row.blocks[whole]) if prompt % size else None)
-        fresh = [one.waiting.num_tokens for one in admitted if one.donor is None]
+        fresh = [one.row.base for one in admitted if one.donor is None]
         assert len(fresh) <= 1 or sum(fresh) <= 16
         check_rows(scheduler, keys)
         assert scheduler.rows, "nobody can go on"
@@ -87,16 +87,14 @@ def test_everybody_gets_through(requests, size, max_rows, spare, batches_admissi
 def test_the_youngest_leaves_and_comes_back_first():
     scheduler = Scheduler(Blocks(4, 4), 3, prefill_tokens=100)
     scheduler.waiting.extend(waiting([(0, 4), (1, 3), (2, 2)]))
-    assert [one.waiting.request for one in scheduler.admit()] == [0, 1, 2]
+    assert [one.row.request for one in scheduler.admit()] == [0, 1, 2]
     assert scheduler.grow() == []  # request 0 takes the last block
     assert scheduler.grow() == [2]  # request 1 needs one
-    assert list(scheduler.waiting) == [
-        WaitingRequest(2, 2, 2, 4)
-    ]  # its prompt, a token that it has drawn, and one at hand
+    assert list(scheduler.waiting) == [Row(2, 2, 2, 4)]  # its prompt, a token that it has drawn, and one at hand
     assert scheduler.admit() == []  # a block is free, but not one to spare
     scheduler.remove([0])
     (back,) = scheduler.admit()
-    assert back.waiting.request == 2 and back.donor is None and back.row.base == 4
+    assert back.row.request == 2 and back.donor is None and back.row.base == 4
 
 
 @settings(max_examples=80, deadline=None)
@@ -124,7 +122,7 @@ def test_rows_outside_keep_what_they_have(size, max_rows, spare, batches_admissi
         stored.update({to: before[source] for source, to, _ in copies})
 
     def check() -> None:
-        rows = [*scheduler.rows, *scheduler.outside]
+        rows = [*scheduler.rows, *scheduler.outside.values()]
         assert [row.blocks for row in scheduler.rows] == [[i] for i in range(len(scheduler.rows))] or not one_block
         used = [block for row in rows for block in row.blocks]
         assert len(set(used)) == len(used) == blocks.num_blocks - blocks.num_free
@@ -135,7 +133,7 @@ def test_rows_outside_keep_what_they_have(size, max_rows, spare, batches_admissi
         scheduler.grow()
         for row in scheduler.rows:  # what grew
             stored.update(dict.fromkeys(row.blocks, row.request))
-        for row in [row for row in scheduler.outside if chance.random() < 0.5]:
+        for row in [row for row in scheduler.outside.values() if chance.random() < 0.5]:
             cached = row.base
             if cached >= LONGEST - 4 or chance.random() < 0.3:
                 scheduler.finish(row.request)
@@ -143,7 +141,7 @@ def test_rows_outside_keep_what_they_have(size, max_rows, spare, batches_admissi
             elif scheduler.resume(row.request, 3) is not None:
                 assert row is scheduler.rows[-1] and scheduler.num_cached(row) == cached + 3
             else:
-                assert scheduler.waiting[0].num_tokens == cached + 3 and not one_block
+                assert scheduler.waiting[0].base == cached + 3 and not one_block
             for copies in scheduler.moves:
                 move(copies)
             scheduler.moves.clear()
@@ -181,7 +179,7 @@ def test_who_need_not_wait_for_other_free_rows():
     assert taken == [4, 4, 4, 4, 0, 0, 2, 2, 0], taken
     scheduler.waiting.clear()
     scheduler.remove([0])
-    for new in ([], [WaitingRequest(22, 22, 4, 4)]):
+    for new in ([], [Row(22, 22, 4, 4)]):
         scheduler.waiting.extend(new)
         scheduler.grow()
         assert len(scheduler.admit()) == len(new)
