@@ -18,7 +18,7 @@ PROMPTS = [[1], [2, 3, 2**31 - 1], [4, 5]]
 
 
 def load() -> PromptSet:
-    facts = {"num_truncated": 2, "num_dropped": 1, "sizes": (1, 2), "weights": (2.0, 1.5), "shuffle": False}
+    facts = {"counts": {"truncated": 2, "dropped": 1}, "sizes": (1, 2), "weights": (2.0, 1.5), "shuffle": False}
     facts |= {"columns": TextRows.of(['{"a\\ud83d": 1}', "{}", "{}"]), "column_names": ("a\ud83d",)}
     return PromptSet(TokenRows.of(PROMPTS), TextRows.of(TEXTS), 7, "a file", **facts)
 
@@ -37,7 +37,7 @@ def share(world, load) -> tuple[PromptSet, list[int]]:
 
 def check(found: PromptSet) -> None:
     assert found.prompts == PROMPTS and found.texts == TEXTS
-    assert (found.seed, found.source, found.num_truncated, found.num_dropped) == (7, "a file", 2, 1)
+    assert (found.seed, found.source, found.counts["truncated"], found.counts["dropped"]) == (7, "a file", 2, 1)
     assert found.fingerprints("") == load().fingerprints("")
     assert found.whole_records([0, 1]) == [{"a\ud83d": 1}, {"a\ud83d": None}]
     assert (found.sizes, found.weights, found.shuffle) == ((1, 2), (2.0, 1.5), False)

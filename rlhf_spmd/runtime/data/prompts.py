@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from rlhf_spmd.model.texts.tokenizer import Tokenizer
 
-COUNTS = ("num_truncated", "num_dropped", "num_cut", "num_silent")
 NumberColumn = tuple[str, float | None]  # a column with numbers, and that of rows without one (None: an error)
 
 
@@ -59,16 +58,14 @@ class PromptSet:
     texts: TextRows
     seed: int = 0
     source: str = "prompts"  # file name, for messages
-    num_truncated: int = 0
-    num_dropped: int = 0
+    # rows that were truncated or dropped, whose response was cut, and silent ones, in which nothing is learned
+    counts: Mapping[str, int] = field(default_factory=Counter)
     responses: Mapping[str, TokenRows] = field(default_factory=dict)  # by key, where the set has some for each prompt
     columns: TextRows | None = None  # all other columns, a JSON object for each prompt; None: there are none
     sizes: tuple[int, ...] = ()  # number of prompts of each file; (): there is one
     weights: tuple[float, ...] = ()  # of the files (prompt_order.py); (): they are one set
     shuffle: bool = True  # epochs are permutations; else the order of the files
     numbers: Mapping[str, NumberRows] = field(default_factory=dict)  # by key, of rows or of the tokens of a response
-    num_cut: int = 0  # rows with a response that was cut
-    num_silent: int = 0  # rows that were left out, because nothing in them is learned
     column_names: tuple[str, ...] = ()  # of the other columns of all rows together
     remarks: tuple[str, ...] = ()  # for the banner: what is odd about the rows
     _order: PromptOrder = field(init=False, repr=False, compare=False)
@@ -181,7 +178,7 @@ class _Rows:
     names: dict[str, None] = field(default_factory=dict)  # of the other columns of all rows
     forms: dict[str, str] = field(default_factory=dict)  # how rows are written -> the place of the first such row
     too_long: list[tuple[str, int]] = field(default_factory=list)  # place and tokens of prompts of the newest file
-    counts: Counter[str] = field(default_factory=Counter)  # those of COUNTS
+    counts: Counter[str] = field(default_factory=Counter)  # as of PromptSet
     remarks: Counter[str] = field(default_factory=Counter)  # -> number of rows
 
     def __post_init__(self) -> None:
@@ -198,7 +195,7 @@ class _Rows:
         for path in files_of(part):
             self._read_file(path, source)
         num_long = len(self.too_long)
-        self.counts["num_truncated" if action == "truncate" else "num_dropped"] += num_long
+        self.counts["truncated" if action == "truncate" else "dropped"] += num_long
         if num_long and action == "error":
             (where, length), longest = self.too_long[0], max(length for _, length in self.too_long)
             others = f" ({num_long} prompts are too long)" if num_long > 1 else ""
@@ -209,8 +206,8 @@ class _Rows:
         if len(self.texts) == num_before:
             lost = self.counts - before
             raise UserError(
-                f"{part} has no row to learn from: {lost['num_dropped']} are too long (raise data.max_prompt or "
-                f"generation.max_new_tokens), {lost['num_silent']} have no message of the assistant (add the answers)"
+                f"{part} has no row to learn from: {lost['dropped']} are too long (raise data.max_prompt or "
+                f"generation.max_new_tokens), {lost['silent']} have no message of the assistant (add the answers)"
                 if lost
                 else f"{part} is empty: it needs at least one prompt"
             )
@@ -222,12 +219,12 @@ class _Rows:
             where = f"{path}, {place}"
             row = read_row(where, without_nulls_inside(record) if is_arrow else record, reading)
             if row is None:
-                self.counts["num_silent"] += 1
+                self.counts["silent"] += 1
                 continue
             check_form(row, where, self.forms)
             responses = self._within_limit(where, row)
             if responses is None:
-                self.counts["num_dropped"] += 1
+                self.counts["dropped"] += 1
                 continue
             tokens, text = row.prompt, row.text
             if len(tokens) > reading.max_prompt_tokens:
@@ -264,7 +261,7 @@ class _Rows:
         cut = {key: tokens[:limit] for key, tokens in row.responses.items()}
         if action == "drop" or (len(cut) > 1 and len({*map(tuple, cut.values())}) == 1):
             return None
-        self.counts["num_cut"] += 1
+        self.counts["cut"] += 1
         return cut
 
     def _add_columns(self, record: Record, row: RowTokens, source: str) -> None:
@@ -333,10 +330,7 @@ def load_prompts(
         numbers={key: NumberRows.of(values) for key, values in rows.numbers.items()},
         column_names=tuple(rows.names),
         remarks=(*remarks, *rows.unread()),
-        num_truncated=rows.counts["num_truncated"],
-        num_dropped=rows.counts["num_dropped"],
-        num_cut=rows.counts["num_cut"],
-        num_silent=rows.counts["num_silent"],
+        counts=rows.counts,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from rlhf_spmd.runtime.data.packed_rows import NumberRows, PackedRows, TextRows, TokenRows
-from rlhf_spmd.runtime.data.prompts import COUNTS, PromptSet
+from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.failure.records import prefix
 from rlhf_spmd.runtime.world.world import World
 
@@ -25,7 +25,7 @@ ROWS: dict[str, Any] = {
     "responses": TokenRows,
     "numbers": NumberRows,
 }
-OTHERS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle", "column_names", "remarks")  # fields of a set
+OTHERS = ("seed", "source", "counts", "sizes", "weights", "shuffle", "column_names", "remarks")  # fields of a set
 
 
 def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:

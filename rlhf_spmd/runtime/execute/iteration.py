@@ -46,17 +46,16 @@ def mask_of(rows: Mapping[str, Tensor], key: str) -> Tensor:
     return response_mask(rows[key]) if actions is None else actions > 0
 
 
-def kept_of(workload: Workload, rows: Mapping[str, Tensor], keys: Iterable[str]) -> Tensor | None:
+def kept_of(workload: Workload, rows: Mapping[str, Tensor], keys: Iterable[str]) -> Tensor:
     """Returns the rows that count: all but episodes that are dropped and responses that go on in the next iteration,
-    which have no token that was sampled: bool [...]; None: all do.
+    which have no token that was sampled: bool [...]; without dims where that cannot be: all do.
 
     rows: by data key.
     keys: those of what was sampled are looked at.
     """
     drawn = [(rows[key] > 0).any(-1) for key in keys if key.endswith(ACTIONS)]
     drawn += [rows[key][..., 0] >= 0 for key in keys if key in workload.may_be_blank]
-    kept = torch.stack(drawn).all(0) if drawn else None
-    return None if kept is None or kept.all() else kept
+    return torch.stack(drawn).all(0) if drawn else torch.tensor(True)
 
 
 def sequences_of(call: LossCall, rows: Rows, dropout: tuple[int, float] | None = None) -> Sequences:
@@ -153,7 +152,7 @@ class Rounds:
 
     cursor: int
     failed: list[list[int]] = field(default_factory=list)
-    again_MC: np.ndarray | None = None
+    again_MC: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 
 
 @dataclass(slots=True)
@@ -196,26 +195,38 @@ class Iteration:
     rounds: Rounds | None = None  # None: all rows are drawn once
     carried: Carried | None = None  # None: all responses end
 
+    @classmethod
+    def of_rows(
+        cls,
+        seed: int,
+        number: int,
+        prompt_MC: np.ndarray,
+        store: Store,
+        sample_MC: np.ndarray | None = None,
+        **more: Any,
+    ) -> "Iteration":
+        """Returns rows on which nothing trains. sample_MC: None: each is the first sample of its prompt."""
+        sample_MC = np.zeros_like(prompt_MC) if sample_MC is None else sample_MC
+        source_EMC = torch.zeros((1, *prompt_MC.shape), dtype=torch.int64)
+        return cls(number, seed, prompt_MC, sample_MC, source_EMC, store, **more)
+
     @property
     def title(self) -> str:
         """What messages call it."""
         return f"{self.what} {self.number + self.first}"
 
-    def again(self, place: Place, number: int) -> Tensor | None:
-        """Returns which rows at a place a round samples, bool [M', C']; None: all.
+    def again(self, place: Place, number: int) -> Tensor:
+        """Returns which rows at a place a round samples, bool [M', C'].
 
-        number: of the round; 0: the first.
+        number: of the round; 0: the first, which samples all.
         """
-        if not number:
-            return None
-        assert self.rounds is not None and self.rounds.again_MC is not None, "rows are sampled in rounds"
-        return torch.from_numpy(self.rounds.again_MC[place]).to(self.store.device)
+        again_MC = self.rounds.again_MC if number and self.rounds else np.ones(self.prompt_MC.shape, bool)
+        return torch.from_numpy(again_MC[place]).to(self.store.device)
 
-    def note(self, name: str, place: Place, values: Sequence[float | None], rows_MC: Tensor | None = None) -> None:
-        """Notes a number of each row at a place, or of some of them; None: the row has none."""
+    def note(self, name: str, place: Place, values: Sequence[float | None], rows_MC: Tensor) -> None:
+        """Notes a number of some rows at a place; None: the row has none."""
         of_place_MC = self.noted.setdefault(name, np.full(self.prompt_MC.shape, np.nan))[place]
-        rows = np.ones(of_place_MC.shape, bool) if rows_MC is None else rows_MC.cpu().numpy()
-        of_place_MC[rows] = np.array(values, dtype=float)
+        of_place_MC[rows_MC.cpu().numpy()] = np.array(values, dtype=float)
 
     def random_bits(self, stream: int, columns: slice = ALL) -> Tensor:
         """Returns the random bits of the rows in some columns for each token that they may have, int64 [M, C', G]. They

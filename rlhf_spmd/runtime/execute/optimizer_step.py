@@ -117,8 +117,7 @@ class OptimizerStep(Passes):
         is_used_B = rows[call.prompts][:, 0] >= 0  # a place of a step with a budget of tokens may have no row
         if call.only:
             is_used_B &= rows[call.only] != 0
-        if (kept_B := kept_of(job.workload, rows, call.inputs)) is not None:
-            is_used_B &= kept_B
+        is_used_B &= kept_of(job.workload, rows, call.inputs)
         self.rows = rows = {key: value[is_used_B] for key, value in rows.items()}
         functions = job.functions[call.name]
         nothing = Store(job.workload, {}, rows[call.prompts].device)

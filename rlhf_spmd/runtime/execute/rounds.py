@@ -74,8 +74,8 @@ def only_again(job: Job, data: Iteration, columns: slice, prompts: str) -> tuple
 
     prompts: the key of the prompts.
     """
-    again_MC = data.again((ALL, columns), len(data.rounds.failed if data.rounds else ()))
-    assert again_MC is not None
+    assert data.rounds is not None, "rows are sampled in rounds"
+    again_MC = data.again((ALL, columns), len(data.rounds.failed))
     rows = again_MC.cpu().numpy()
     prompt_1K, sample_1K = data.prompt_MC[:, columns][rows][None], data.sample_MC[:, columns][rows][None]
     all_rows = range(prompt_1K.shape[1])

@@ -16,7 +16,7 @@ from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.model.sequences import Sequences
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad, unread
-from rlhf_spmd.runtime.data.readers import CONVERSATIONS, Record
+from rlhf_spmd.runtime.data.readers import CONVERSATIONS
 from rlhf_spmd.runtime.rewards.function import label_of, load_reward_function, response_of
 from rlhf_spmd.runtime.rewards.styles import READ_BY_WORDS, Scored
 from rlhf_spmd.runtime.rewards.texts import RewardTexts
@@ -114,13 +114,6 @@ class Scorer:
         """Returns prompt and response of each row, without padding and special tokens."""
         return list(map(self.tokenizer.decode_pair, prompts_BP.tolist(), responses_BG.tolist()))
 
-    def _columns(self, index_B: Sequence[int]) -> list[Record]:
-        return self.data.records(index_B) if self.data is not None else [{}] * len(index_B)
-
-    def lengths(self, prompts_BP: Tensor, responses_BG: Tensor, ended_B: Tensor, index_B: Sequence[int]) -> list[int]:
-        """Returns the number of tokens of each row in the reward model's input."""
-        return list(self.batch(prompts_BP, responses_BG, ended_B, index_B).lengths) if len(prompts_BP) else []
-
     def batch(self, prompts_BP: Tensor, responses_BG: Tensor, ended_B: Tensor, index_B: Sequence[int]) -> Sequences:
         """Returns the reward model's input for these rows.
 
@@ -129,7 +122,8 @@ class Scorer:
         """
         if self.texts is None:
             return Sequences.join(prompts_BP, responses_BG)
-        rows = zip(self._texts(prompts_BP, responses_BG), ended_B.tolist(), self._columns(index_B), strict=True)
+        records = self.data.records(index_B) if self.data is not None else [{}] * len(index_B)
+        rows = zip(self._texts(prompts_BP, responses_BG), ended_B.tolist(), records, strict=True)
         made = [self.texts.tokens(*texts, ended=ended, columns=columns) for texts, ended, columns in rows]
         return Sequences.of(pad(made).to(prompts_BP.device))
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from rlhf_spmd.config.evaluation_metrics import (
     PASS,
@@ -40,7 +39,7 @@ from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, given_rows, kept_of
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
+from rlhf_spmd.runtime.execute.response_hashes import reported_columns, tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.records.run_files import headlines_of
 from rlhf_spmd.runtime.records.run_folder import EVALUATIONS, RunFolder
@@ -92,17 +91,8 @@ class Evaluation:
         prompt_MC = np.arange(workload.rollout_batch).repeat(samples)[None]
         sample_MC = np.tile(np.arange(samples), workload.rollout_batch)[None]
         store = given_rows(workload, job.prompts, job.columns, prompt_MC, job.world.device)
-        unused = torch.zeros((1, *prompt_MC.shape), dtype=torch.int64)  # nothing trains
-        return Iteration(
-            num_done,
-            job.config.seed,
-            prompt_MC=prompt_MC,
-            sample_MC=sample_MC,
-            source_EMC=unused,
-            store=store,
-            what="evaluation after iteration",
-            first=0,
-        )
+        about: dict[str, Any] = {"what": "evaluation after iteration", "first": 0}
+        return Iteration.of_rows(job.config.seed, num_done, prompt_MC, store, sample_MC, **about)
 
     def _scores(self, data: Iteration, function: str = "") -> np.ndarray:
         """Returns the scores of all ranks, or those of one function, [prompts, samples]; NaN where there is none. The
@@ -120,11 +110,10 @@ class Evaluation:
         call = next((call for call in program.workload.workflow.calls if call.function == SCORES), None)
         if call is None or not self.scores:
             return [], [], []
-        layout = program.placement.layouts[call.name]
-        columns = layout.columns(rank, program.workload.mini_batch) if rank in layout.ranks else range(0)
-        if not columns or not layout.reports(rank):
+        columns = reported_columns(program, call, rank)
+        if columns.start == columns.stop:
             return [], [], []
-        place = ALL, slice(columns.start, columns.stop)
+        place = ALL, columns
         name = call.outputs[0]
         if function:
             unknown_MC = np.full(data.prompt_MC.shape, np.nan)
@@ -132,8 +121,8 @@ class Evaluation:
         else:
             score_C = data.store.at(name, place)[0].double().cpu().numpy()
         rows = data.prompt_MC[place][0], data.sample_MC[place][0], score_C
-        kept_C = kept_of(program.workload, {key: data.store.at(key, place)[0] for key in call.inputs}, call.inputs)
-        kept = slice(None) if kept_C is None else kept_C.cpu().numpy()
+        inputs = {key: data.store.at(key, place)[0] for key in call.inputs}
+        kept = kept_of(program.workload, inputs, call.inputs).expand(len(score_C)).cpu().numpy()
         prompts, samples, scores = (values_C[kept].tolist() for values_C in rows)
         return prompts, samples, scores
 

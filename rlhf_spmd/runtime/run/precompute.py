@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.files import progress
@@ -106,15 +105,8 @@ def _batch(job: Job, number: int) -> Iteration:
     workload = job.program.workload
     first = number * workload.mini_batch
     prompt_MC = np.minimum(np.arange(first, first + workload.mini_batch), len(job.prompts) - 1)[None]
-    return Iteration(
-        number,
-        job.config.seed,
-        prompt_MC=prompt_MC,
-        sample_MC=np.zeros_like(prompt_MC),
-        source_EMC=torch.zeros((1, *prompt_MC.shape), dtype=torch.int64),  # nothing trains
-        store=given_rows(workload, job.prompts, job.columns, prompt_MC, job.world.device),
-        what="batch",
-    )
+    store = given_rows(workload, job.prompts, job.columns, prompt_MC, job.world.device)
+    return Iteration.of_rows(job.config.seed, number, prompt_MC, store, what="batch")
 
 
 def _numbers(job: Job, call: ModelCall, data: Iteration) -> np.ndarray:

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
 from rlhf_spmd.runtime.data.readers import Record
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.job import Job
+from rlhf_spmd.runtime.execute.response_hashes import reported_columns
 from rlhf_spmd.runtime.generation.episodes import REASONS
 from rlhf_spmd.runtime.records.rollout_files import other_names, types_of, write_part
 from rlhf_spmd.runtime.records.run_folder import writing
@@ -42,17 +44,12 @@ class Rollouts:
         self.job, self.root, self.kind = job, folder / FOLDER, kind
         self.every, self.format = job.config.rollouts.every, job.config.rollouts.format
         self.call = _call_with_rows(job.program)
+        self.columns = reported_columns(job.program, self.call, job.world.rank)  # of which this rank writes a part
         self.actions = actions_of(self.call.responses[0])
         self.end = self.call.responses[0].removesuffix(RESPONSES) + END
         self.types: Mapping[str, Any] = {}
-        if self.every and self.format == "parquet" and self._writes:
+        if self.every and self.format == "parquet" and self.columns.stop:
             self.types = types_of(job.prompts.records(range(len(job.prompts))), job.prompts.column_names)
-
-    @property
-    def _writes(self) -> bool:
-        """Whether this rank writes a part."""
-        layout, rank = self.job.program.placement.layouts[self.call.name], self.job.world.rank
-        return rank in layout.ranks and layout.reports(rank)
 
     def is_due(self, number: int) -> bool:
         """Returns whether the samples of an iteration or an evaluation are written."""
@@ -65,7 +62,7 @@ class Rollouts:
         world, layout = self.job.world, self.job.program.placement.layouts[self.call.name]
         numbers = self._exchanged(data)
         with world.together("writing the rollouts"):
-            if not self._writes:
+            if not self.columns.stop:
                 return
             folder = self.root / f"{self.kind}-{data.number:06d}"
             part = f"part-{layout.dp_index(world.rank):05d}.{self.format}"
@@ -114,18 +111,15 @@ class Rollouts:
     def _rows(self, data: Iteration, numbers: Mapping[str, np.ndarray]) -> Iterator[tuple[Record, Record]]:
         """Yields this rank's rows: what the run adds, and the columns of the data set."""
         job, workload, call = self.job, self.job.program.workload, self.call
-        columns = job.program.placement.layouts[call.name].columns(job.world.rank, workload.mini_batch)
         shapes = workload.workflow.shapes
         keys = [key for key in call.inputs if key in data.store and shapes[key] not in ("kept", "routes")]
-        place = ALL, slice(columns.start, columns.stop)
-        values = {key: data.store.at(key, place).cpu().numpy() for key in keys if columns}
+        values = {key: data.store.at(key, (ALL, self.columns)).cpu().numpy() for key in keys}
         records = job.prompts.records
-        for m, c in np.ndindex(len(data.prompt_MC), len(columns)):
-            column = columns.start + c
+        for m, column in product(range(len(data.prompt_MC)), range(self.columns.start, self.columns.stop)):
             if data.prompt_MC[m, column] < 0:  # a place without a row
                 continue
             index, sample = int(data.prompt_MC[m, column]), int(data.sample_MC[m, column])
-            of_row = {key: values[key][m, c] for key in keys}
+            of_row = {key: values[key][m, column - self.columns.start] for key in keys}
             tokens = {key: row[row >= 0].tolist() for key, row in of_row.items() if shapes[key] in TOKEN_SHAPES}
             if self.actions in of_row and not tokens[call.prompts]:  # a blank row of an episode
                 continue
@@ -175,15 +169,14 @@ def _call_with_rows(program: Program) -> ModelCall:
 
 def _made_here(program: Program, rank: int, data: Iteration) -> Iterator[tuple[str, np.ndarray]]:
     """Yields key, and float64 [M, C], of the numbers of rows that this rank makes and reports; NaN in other columns."""
-    workflow, layouts = program.workload.workflow, program.placement.layouts
+    workflow = program.workload.workflow
     for call in workflow.calls:
         for key in (key for key in call.outputs if workflow.shapes[key] == "row"):
-            layout = layouts[program.placement.sites(call, workflow)[0]]
-            if rank in layout.ranks and layout.reports(rank) and key in data.store:
-                columns = layout.columns(rank, program.workload.mini_batch)
+            site, *_ = program.placement.sites(call, workflow)
+            columns = reported_columns(program, workflow.placed_call(site), rank)
+            if columns.stop and key in data.store:
                 values_MC = np.full(data.prompt_MC.shape, np.nan)
-                place = slice(columns.start, columns.stop)
-                values_MC[:, place] = data.store.at(key, (ALL, place)).double().cpu().numpy()
+                values_MC[:, columns] = data.store.at(key, (ALL, columns)).double().cpu().numpy()
                 yield key, values_MC
 
 

@@ -19,6 +19,13 @@ from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.prepare import Prepared
 from rlhf_spmd.runtime.world.devices import describe_device
 
+LOST = {  # rows of the file, by the name of their count
+    "truncated": "cut at data.max_prompt",
+    "cut": "with responses cut at generation.max_new_tokens",
+    "dropped": "too long and dropped",
+    "silent": "without an answer of the assistant to learn and dropped",
+}
+
 
 def facts(prepared: Prepared, folder: RunFolder) -> dict[str, str]:
     """Returns the heading of a run. Collective."""
@@ -88,14 +95,8 @@ def _iteration(job: Job) -> str:
 
 def _lost(prompts: PromptSet) -> str:
     """Says how many rows of the file were cut or dropped, and why."""
-    done = {
-        "cut at data.max_prompt": prompts.num_truncated,
-        "with responses cut at generation.max_new_tokens": prompts.num_cut,
-        "too long and dropped": prompts.num_dropped,
-        "without an answer of the assistant to learn and dropped": prompts.num_silent,
-    }
-    said = [*(f"{num} {what}" for what, num in done.items() if num), *prompts.remarks]
-    return "".join(f", {one}" for one in said)
+    lost = [f"{num} {LOST[kind]}" for kind, num in prompts.counts.items() if num]
+    return "".join(f", {text}" for text in (*lost, *prompts.remarks))
 
 
 def notes(prepared: Prepared, resumed: Resumed | None) -> list[str]:

@@ -7,13 +7,12 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime.data.messages import conversation_of
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.execute.handlers import infer
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.episodes import last_turns
@@ -24,7 +23,6 @@ from rlhf_spmd.runtime.records.episode_text import episode_text
 from rlhf_spmd.runtime.records.run_folder import Sample, Shown
 
 PER_SHOWN = 4  # prompts that responses are sampled to
-ROLES = ("system", "developer", "user", "assistant", "model", "tool")
 
 
 def sample_responses(job: Job) -> list[Shown]:
@@ -43,28 +41,27 @@ def sample_responses(job: Job) -> list[Shown]:
     rank, device = job.world.rank, job.world.device
     copy = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])
     first = next(filter(layouts[generating.name].reports, copy))
-    found = _Drawn()
+    drawn = _Drawn()
     if rank in layouts[generating.name].ranks:
         release_unused(device)  # what loading and training have left
         with job.models.weights(generating) as model:
             free = cache_bytes(device, job.world.computes.num_ranks, job.config.generation.cache_fraction)
             if job.environments is None or rank in copy:  # tools are called once
-                found = _drawn(job, model, num, free)
-    everyone = job.world.allgather(asdict(found) if rank == first else {}, "the samples")
-    found = _Drawn(**next(one for one in everyone if one))
+                drawn = _drawn(job, model, num, free)
+    drawn = _Drawn(**job.world.bcast(asdict(drawn), first, "the samples"))
     scored: list[float] = []
     if scoring is not None and rank in layouts[scoring.name].ranks:
-        prompts_BP = pad(found.prompts).to(device)
-        responses_BG = torch.tensor(found.tokens, dtype=torch.int64, device=device)
+        prompts_BP = pad(drawn.prompts).to(device)
+        responses_BG = torch.tensor(drawn.tokens, dtype=torch.int64, device=device)
         # one copy of the model scores; the other ranks only take part in gathering weights
         mine = num if rank in layouts[scoring.name].model_ranks(layouts[scoring.name].ranks[0]) else 0
         judged = infer.scores(job, scoring, prompts_BP[:mine], responses_BG[:mine], range(mine))
         scored = [] if judged is None else judged.scores_B.tolist()
     every = job.world.allgather(scored, "the samples' scores")
     scores = next(filter(None, every), [math.nan] * num)
-    if found.rewards:
-        scores = [score + reward for score, reward in zip(scores, found.rewards, strict=True)]
-    return list(zip(found.texts, scores, strict=True))
+    if drawn.rewards:
+        scores = [score + reward for score, reward in zip(scores, drawn.rewards, strict=True)]
+    return list(zip(drawn.texts, scores, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +90,14 @@ def _drawn(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
         episodes = shared(partial(environments.episodes, rows, 0, "samples"), len(rows), model.parallel, device)
         prompts = episodes.openings()
     prompts_BP = torch.full((len(prompt_B), job.config.data.max_prompt), -1) if num_rows > 1 else pad(prompts)
-
-    def bits_of(prompts: np.ndarray, samples: np.ndarray) -> Tensor:
-        """Returns the random bits [B, G] of samples of prompts."""
-        bits_BG = random_bits(job.config.seed, random_streams.SAMPLES, 0, prompts, samples, job.config.row_tokens)
-        return torch.from_numpy(bits_BG)
-
+    data = Iteration.of_rows(job.config.seed, 0, prompt_B[None], Store(job.workload, {}, device))
     rollout = Rollout(
         model,
         prompts_BP.to(device)[None],
-        bits_of(prompt_B, np.zeros_like(prompt_B)).to(device)[None],
+        data.random_bits(random_streams.SAMPLES),
         episodes=episodes,
         episode_rows=num_rows,
-        bits_of=lambda row, sample: bits_of(prompt_B[[row]], np.array([sample]))[0],
+        bits_of=partial(data.bits_of, random_streams.SAMPLES, ALL),
         max_new_tokens=job.config.generation.max_new_tokens,
         max_sequences=len(prompt_B),
         free_bytes=free,
@@ -130,22 +122,12 @@ def _drawn(job: Job, model: Transformer, num: int, free: float) -> _Drawn:
     return _Drawn(prompts, last_turns(responses_BG, actions_BG)[first].tolist(), texts, rewards[first])
 
 
-def said_last(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Returns what the user of a conversation says last, without what its chat template writes around it: special
-    tokens, and roles beside them. Empty if a prompt is no conversation."""
-    parts: list[list[int]] = [[]]
-    for token in prompt:
-        if not tokenizer.decode([token]) and tokenizer.decode([token], special=True):
-            parts.append([])
-        else:
-            parts[-1].append(token)
-    said, role = dict[str, str](), ""
-    for part in parts[1:]:
-        first, _, rest = tokenizer.decode(part).strip().partition("\n")
-        role, text = (first, rest.strip()) if first in ROLES else (role, f"{first}\n{rest}".strip())
-        said |= {role: text} if text else {}
-    texts = [*said.values()]
-    return said.get("user", "".join(texts[-1:])) if len(parts) > 2 else ""
+def asked(job: Job, index: int) -> str:
+    """Returns what is shown of a prompt: of a conversation what its user says last."""
+    (record,) = job.prompts.records([index])
+    messages = conversation_of(record, job.config.data.key or job.config.algorithm.prompts)
+    said = [message["content"] for message in messages or () if message["role"] == "user"]
+    return said[-1] if said else job.prompts.texts[index]
 
 
 def join_samples(job: Job, before: Sequence[Shown], after: Sequence[Shown] | None = None) -> list[Sample]:
@@ -154,7 +136,7 @@ def join_samples(job: Job, before: Sequence[Shown], after: Sequence[Shown] | Non
     return [
         Sample(
             index,
-            said_last(job.prompts.prompts[index], job.tokenizer) or job.prompts.texts[index],
+            asked(job, index),
             *old,
             *new,
             job.environments is not None,

@@ -32,8 +32,8 @@ def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
     words = job.masks(mask_words(workflow, call), rows)
     arguments = {name: rows[key] for name, key in call.arguments} | words
     given = {name: tensor.unflatten(0, leading) for name, tensor in arguments.items()}
-    kept_B = kept_of(job.workload, rows, call.inputs) if call.scope in ("row", "group") else None
-    if kept_B is not None:
+    kept_B = kept_of(job.workload, rows, call.inputs if call.scope in ("row", "group") else ())
+    if kept_B.dim():
         kept = kept_B.view(leading[0], -1).any(1)  # groups are dropped as a whole
         given, is_own = {name: tensor[kept] for name, tensor in given.items()}, is_own[kept]
         leading = (int(kept.sum()), *leading[1:])
@@ -52,7 +52,7 @@ def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
         results, _ = results_of(job, call, given | results | {SUMS: sums}, shapes, "finish")
     for key in call.outputs:
         whole = results[key].flatten(0, len(leading) - 1)
-        if kept_B is not None:
+        if kept_B.dim():
             whole = whole.new_zeros(num_rows, *whole.shape[1:]).index_put((kept_B,), whole)
         if joined > 1:
             is_number = whole.dim() == 1

@@ -32,7 +32,7 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
     """Samples the responses of a Run."""
     whole = place = job.place(run)
     again_MC, drawn = data.again(place, run.round), data
-    if again_MC is not None:
+    if run.round:
         drawn, place = only_again(job, data, place[1], call.prompts)
     started = time.perf_counter()
     with job.models.weights(call) as model:
@@ -49,10 +49,10 @@ def generate(job: Job, call: Generate, run: Run, data: Iteration) -> None:
         counted = {name: rows[is_over_B] for name, rows in made.items()}
     for key in job.program.makes(run, job.world.rank):  # stages before the last one keep none of it
         stored = data.store.at(key, whole)
-        if again_MC is None:
-            stored[:] = made[key].unflatten(0, shape_of(place))
-        else:
+        if run.round:
             stored[again_MC] = made[key].to(stored.dtype)
+        else:
+            stored[:] = made[key].unflatten(0, shape_of(place))
     key = call.outputs[0]
     prefix, num = key.removesuffix(RESPONSES), len(counted[key]) if rollout.turns is None else len(ends)
     meter.add(f"{prefix}response_length", mask_of(counted, key).sum(), num)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.config.options import function_labels
-from rlhf_spmd.model.sequences import Sequences, forward_by_layer, lengths_of, sequence_scores
+from rlhf_spmd.model.sequences import Sequences, forward_by_layer, sequence_scores
 from rlhf_spmd.plan.calls import Infer, Measure, ModelCall, is_gate
 from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
@@ -25,7 +25,7 @@ from rlhf_spmd.runtime.execute.iteration import (
     sequences_of,
     with_routes,
 )
-from rlhf_spmd.runtime.execute.job import Job, shape_of
+from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.page_functions import read_loss, read_output
 from rlhf_spmd.runtime.execute.parity_gate import corrects, parity_gate, route_gate
 from rlhf_spmd.runtime.execute.partial_rollouts import drawn_now
@@ -73,30 +73,27 @@ class Inference(Passes):
         self.data, self.place, self.round, layout = data, job.place(run), run.round, job.layout(call)
         prompts, responses = map(self.rows_at, call.tokens)
         scorer = job.scorer if judges(job, call) and job.scorer is not None and job.scorer.texts is not None else None
-        join, lengths = (Sequences.join, lengths_of) if scorer is None else (scorer.batch, scorer.lengths)
         index_MC = data.prompt_MC[self.place]
         reads = job.program.reads(run, job.world.rank) if scorer is not None else ()
         every = {key: data.store.at(key, self.place) for key in reads}
 
-        def rows_of(row: int, columns: Tensor) -> tuple:
-            """Returns what the input of some rows is made of."""
-            rows = prompts[row, columns], responses[row, columns]
+        def batch_of(row: int, columns: Tensor) -> Sequences:
+            """Returns the input of some rows."""
+            texts = prompts[row, columns], responses[row, columns]
             if scorer is None:
-                return rows
+                return Sequences.join(*texts)
             ended_B = job.ended_of({key: value[row, columns] for key, value in every.items()}, call.tokens[1])
-            return (*rows, ended_B, index_MC[row, columns.cpu()].tolist())
+            return scorer.batch(*texts, ended_B, index_MC[row, columns.cpu()].tolist())
 
         self.used_MC = prompts[..., 0] >= 0  # places without a row have no prompt
-        if (kept_MC := kept_of(job.workload, {call.tokens[1]: responses}, call.tokens[1:])) is not None:
-            self.used_MC &= kept_MC
-        if (again_MC := data.again(self.place, run.round)) is not None:
-            self.used_MC &= again_MC
+        self.used_MC &= kept_of(job.workload, {call.tokens[1]: responses}, call.tokens[1:])
+        self.used_MC &= data.again(self.place, run.round)
         self.parts: list[tuple[int, Tensor]] = []  # of each micro-batch: its mini-batch and columns
         for row, used_C in enumerate(self.used_MC):
             (columns,) = torch.nonzero(used_C, as_tuple=True)
-            of_row = lengths(*rows_of(row, columns))
-            self.parts += [(row, columns[part]) for part in cut(of_row, layout, job.micro_batch(layout))]
-        self.batches = [join(*rows_of(*part)) for part in self.parts]
+            lengths = batch_of(row, columns).lengths if len(columns) else ()
+            self.parts += [(row, columns[part]) for part in cut(lengths, layout, job.micro_batch(layout))]
+        self.batches = [batch_of(*part) for part in self.parts]
         if (routes := routes_of(call.responses[0])) in call.inputs:
             given = [data.store.at(routes, self.place)[part] for part in self.parts]
             self.batches = list(map(with_routes, self.batches, given))
@@ -183,42 +180,36 @@ def keep_scores(
 ) -> None:
     """Stores the sum of the reward model's scores (None: there is no model, or no row) and the function's, of the rows
     that a round samples."""
+    rows = {key: data.store.at(key, place).flatten(0, 1) for key in call.inputs}
+    prompts, responses = (rows[key] for key in call.tokens)
+    if (actions := actions_of(call.tokens[1])) in rows:
+        responses = last_turns(responses, rows[actions])
     again_MC = data.again(place, number)
-    prompts, responses = (data.store.at(key, place).flatten(0, 1) for key in call.tokens)
-    index_B, kept_B = data.prompt_MC[place].flatten(), None
-    if (actions := actions_of(call.tokens[1])) in call.inputs:
-        drawn_BG = data.store.at(actions, place).flatten(0, 1)
-        responses, kept_B = last_turns(responses, drawn_BG), kept_of(job.workload, {actions: drawn_BG}, [actions])
-    else:
-        kept_B = kept_of(job.workload, {call.tokens[1]: responses}, call.tokens[1:])
-    if again_MC is not None:
-        kept_B = again_MC.flatten() if kept_B is None else kept_B & again_MC.flatten()
-    if kept_B is not None:  # nobody judges rows that are dropped
-        prompts, responses, index_B = prompts[kept_B], responses[kept_B], index_B[kept_B.cpu().numpy()]
-        of_model_B = None if of_model_B is None else of_model_B[kept_B]
-    judged = add_functions(job, call, prompts, responses, index_B.tolist(), of_model_B)
+    kept_B = again_MC.flatten() & kept_of(job.workload, rows, call.inputs)  # nobody judges rows that are dropped
+    index_B = data.prompt_MC[place].flatten()[kept_B.cpu().numpy()].tolist()
+    of_model_B = None if of_model_B is None else of_model_B[kept_B]
+    judged = add_functions(job, call, prompts[kept_B], responses[kept_B], index_B, of_model_B)
     scores_B, logs = judged.scores_B, judged.logs
-    if (rewards := rewards_of(call.tokens[1])) in call.inputs:  # of an episode: the sum over its turns
-        by_turn_BG = data.store.at(rewards, place).flatten(0, 1)
-        of_episode_B = (by_turn_BG if kept_B is None else by_turn_BG[kept_B]).sum(1)
+    if (rewards := rewards_of(call.tokens[1])) in rows:  # of an episode: the sum over its turns
+        of_episode_B = rows[rewards][kept_B].sum(1)
         scores_B, logs = scores_B + of_episode_B, logs | {ENVIRONMENT: of_episode_B.tolist()}
-    of_all_B = scores_B if kept_B is None else scores_B.new_zeros(len(kept_B)).index_put((kept_B,), scores_B)
-    stored_MC, of_all_MC = data.store.at(call.outputs[0], place), of_all_B.unflatten(0, shape_of(place))
-    stored_MC[:] = of_all_MC if again_MC is None else torch.where(again_MC, of_all_MC, stored_MC)
-    kept_MC = None if kept_B is None else kept_B.unflatten(0, shape_of(place))
+    of_all_B = scores_B.new_zeros(len(kept_B)).index_put((kept_B,), scores_B)
+    stored_MC, kept_MC = data.store.at(call.outputs[0], place), kept_B.view_as(again_MC)
+    stored_MC[:] = torch.where(again_MC, of_all_B.view_as(again_MC), stored_MC)
     name, meter = call.outputs[0].removesuffix("s"), job.meter(call, data)
     if job.config.reward_timeout_s:
         meter.add(TIMEOUTS, len(judged.late), len(scores_B))
-    is_first_MC = torch.arange(place[1].start, place[1].stop).expand(shape_of(place)) % job.workload.episode_rows == 0
-    is_first_B = (is_first_MC if kept_MC is None else is_first_MC[kept_MC.cpu()]).flatten().tolist()
+    is_first_MC = torch.arange(place[1].start, place[1].stop).expand(again_MC.shape) % job.workload.episode_rows == 0
+    is_first_B = is_first_MC[kept_MC.cpu()].tolist()
     for label, values in ({"": scores_B.tolist()} | logs).items():
         counted = [value for value, is_first in zip(values, is_first_B, strict=True) if is_first and value is not None]
-        found = torch.tensor(counted, dtype=torch.float64)
-        meter.add(f"{name}_{label}" if label else name, found.sum(), len(found))
+        numbers = torch.tensor(counted, dtype=torch.float64)
+        logged = f"{name}_{label}" if label else name
+        meter.add(logged, numbers.sum(), len(numbers))
         if label and values:
-            data.note(f"{name}_{label}", place, values, kept_MC)
+            data.note(logged, place, values, kept_MC)
         if not label or label in function_labels(job.config):
-            meter.add(f"{name}_{label}_sq" if label else f"{name}_sq", found.square().sum(), len(found))
+            meter.add(f"{logged}_sq", numbers.square().sum(), len(numbers))
 
 
 def add_functions(

@@ -110,7 +110,7 @@ def test_what_is_wrong_names_its_file(tmp_path):
         with pytest.raises(UserError, match=words):
             load_prompts(bad, Words(), max_prompt_tokens=3)
     found = load_prompts([good, long], Words(), max_prompt_tokens=3, long_prompts="drop")
-    assert (found.sizes, found.num_dropped) == ((1, 1), 1)
+    assert (found.sizes, found.counts["dropped"]) == ((1, 1), 1)
     only = write(tmp_path / "d.txt", "a b c d")
     with pytest.raises(UserError, match="d.txt has no row to learn from: 1 are too long"):
         load_prompts([good, only], Words(), max_prompt_tokens=3, long_prompts="drop")

@@ -137,7 +137,7 @@ def test_long_prompts_are_an_error_unless_told(tmp_path):
 def test_long_prompts_dropped(tmp_path):
     path = write(tmp_path, "p.txt", "a\na b c d\nab b\n")
     prompts = load(path, limit=3, long_prompts="drop")
-    assert prompts.texts == ["a", "ab b"] and (prompts.num_dropped, prompts.num_truncated) == (1, 0)
+    assert prompts.texts == ["a", "ab b"] and (prompts.counts["dropped"], prompts.counts["truncated"]) == (1, 0)
     assert "1 are too long" in refusal(write(tmp_path, "q.txt", "a b c d"), limit=3, long_prompts="drop")
 
 
@@ -145,7 +145,7 @@ def test_long_prompts_truncated_keep_the_end_and_the_first_token_if_it_is_specia
     path = write(tmp_path, "p.txt", "x\nx xx xxx xxxx\n")
     prompts = load(path, limit=3, long_prompts="truncate")
     assert prompts.prompts == [[1], [2, 3, 4]] and prompts.texts == ["x", "xx xxx xxxx"]
-    assert (prompts.num_dropped, prompts.num_truncated) == (0, 1)
+    assert (prompts.counts["dropped"], prompts.counts["truncated"]) == (0, 1)
     prompts = load(path, limit=3, long_prompts="truncate", tokenizer=Words(bos=0))
     assert prompts.prompts == [[0, 1], [0, 3, 4]] and prompts.texts[1] == "xxx xxxx"
     assert load(path, limit=1, long_prompts="truncate", tokenizer=Words(bos=0)).prompts == [[1], [4]]

@@ -131,7 +131,7 @@ def _written(tmp_path: Path, row: dict) -> Path:
 def test_conversations_without_an_answer_are_counted(tmp_path):
     rows = [{"messages": [user("x")]}, {"messages": [user("x"), said("y")]}]
     found = load(tmp_path, rows, **ONE)
-    assert len(found) == 1 and found.num_silent == 1
+    assert len(found) == 1 and found.counts["silent"] == 1
     text = refusal(tmp_path, rows[0], **ONE)
     assert "rows.jsonl has no row to learn from: " in text and "1 have no message of the assistant" in text
 
@@ -265,9 +265,9 @@ def test_long_responses(tmp_path):
     found = load(tmp_path, rows, max_response_tokens=4, long_prompts="truncate", **ONE)
     assert [text_of(row) for row in found.responses["responses"]] == ["abcd", "ab$"]
     assert found.numbers["own"] == [[1.0] * 4, [1.0] * 3]
-    assert (found.num_cut, found.num_truncated, found.num_dropped) == (1, 0, 0)
+    assert (found.counts["cut"], found.counts["truncated"], found.counts["dropped"]) == (1, 0, 0)
     found = load(tmp_path, rows, max_response_tokens=4, long_prompts="drop", **ONE)
-    assert len(found) == 1 and (found.num_cut, found.num_dropped) == (0, 1)
+    assert len(found) == 1 and (found.counts["cut"], found.counts["dropped"]) == (0, 1)
     text = refusal(tmp_path, rows[0], max_response_tokens=4, long_prompts="drop", **ONE)
     assert "1 are too long (raise data.max_prompt or generation.max_new_tokens)" in text
 
@@ -275,7 +275,7 @@ def test_long_responses(tmp_path):
 def test_pairs_that_are_equal_once_they_are_cut_are_dropped(tmp_path):
     rows = [{"prompt": "q", "chosen": "aaax", "rejected": "aaay"}, {"prompt": "q", "chosen": "a", "rejected": "b"}]
     found = load(tmp_path, rows, max_response_tokens=3, long_prompts="truncate", **TWO)
-    assert len(found) == 1 and (found.num_cut, found.num_dropped) == (0, 1)
+    assert len(found) == 1 and (found.counts["cut"], found.counts["dropped"]) == (0, 1)
 
 
 # ---- what cannot be used --------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_answers_that_are_marked_0_are_not_learned(tmp_path):
     apart = {"prompt": [user("a")], "completion": [wrong, user("b"), right]}
     assert one_row(tmp_path, apart)[2] == "good$"
     found = load(tmp_path, [both, {"messages": [user("a"), wrong]}, between], **ONE)
-    assert found.num_silent == 2 and len(found) == 1
+    assert found.counts["silent"] == 2 and len(found) == 1
     assert "is marked 0" in refusal(tmp_path, {"chosen": [user("a"), right], "rejected": [user("a"), wrong]}, **TWO)
     for value in (0.5, "0", 2):
         message = refusal(tmp_path, {"messages": [user("a"), said("b") | {"weight": value}]}, **ONE)
