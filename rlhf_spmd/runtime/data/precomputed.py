@@ -20,7 +20,6 @@ from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files.reading import fingerprint, paths_in
 from rlhf_spmd.kernels.known_tokens import KnownTokens
-from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.plan.calls import Infer
 from rlhf_spmd.runtime.data.packed_rows import NumberRows
 from rlhf_spmd.runtime.data.prompts import PromptSet
@@ -40,8 +39,8 @@ def folder_of_parts(parent: str, config: Config, prompts: PromptSet, known: Know
     known: the tokens that have a probability.
     """
     generation = config.generation
-    facts = [prompts.tokens_fingerprint(), config.dtype, generation.temperature, generation.min_new_tokens]
-    facts += [known.count] if padded_models(config, known) else []
+    limits = generation.temperature, generation.min_new_tokens, known.count
+    facts = [prompts.tokens_fingerprint(), config.dtype, *limits]
     for role in (call.model for call in calls_of(config)):
         files = config.files(role)
         facts += [folder_fingerprint(Path(folder)) for folder in (files.folder, files.adapter) if folder]
@@ -57,14 +56,6 @@ def has_all_parts(run: str, num_sets: int) -> bool:
     """Returns whether the folder of a run has all numbers of this many data sets, by the names of its files."""
     folders = [paths_in(folder, "*.safetensors") for folder in paths_in(Path(run) / FOLDER, "*")]
     return len(folders) >= num_sets and all(parts and len(parts) == int(parts[0].stem[-6:]) for parts in folders)
-
-
-def padded_models(config: Config, known: KnownTokens) -> dict[str, int]:
-    """Returns, for each language model with more rows of embeddings than tokens that may be drawn, their number."""
-    roles = config.algorithm.roles
-    folders = {role: config.files(role).folder for role in roles if roles[role].head == "lm"}
-    rows = {role: read_config(folder).vocab_size for role, folder in folders.items() if folder}
-    return {role: num for role, num in rows.items() if num > known.count}
 
 
 def write_part(path: Path, values: Mapping[str, np.ndarray]) -> None:

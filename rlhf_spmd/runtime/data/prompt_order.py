@@ -24,24 +24,22 @@ class PromptOrder:
     """Which prompts each iteration uses.
 
     sizes: number of prompts of each file, whose indices follow each other.
-    weights: of the files; empty: the files are one set.
+    weights: of the files.
     """
 
     sizes: tuple[int, ...]
-    weights: tuple[float, ...] = ()
+    weights: tuple[float, ...]
     seed: int = 0
     shuffle: bool = True
     _epoch: dict[tuple[int, int], tuple[int, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        assert all(self.sizes) and len(self.weights) in (0, len(self.sizes)), (self.sizes, self.weights)
+        assert all(self.sizes) and len(self.weights) == len(self.sizes), (self.sizes, self.weights)
 
     def batch(self, iteration: int, rollout_batch: int) -> list[int]:
         """Returns the indices of the prompts of one iteration (from 0). It repeats no prompt where that can be avoided:
         within a set it does not, unless the set gives more prompts to an iteration than it has."""
         assert iteration >= 0 and rollout_batch > 0, (iteration, rollout_batch)
-        if not self.weights:
-            return self._take(0, 0, sum(self.sizes), iteration, iteration * rollout_batch, rollout_batch, rollout_batch)
         given, shares = self._given(iteration * rollout_batch), self._shares()
         files: list[int] = []
         after = list(given)
@@ -73,8 +71,7 @@ class PromptOrder:
 
     def _start(self, file: int, iteration: int, rollout_batch: int) -> int:
         """Returns how many prompts a set has given before an iteration."""
-        num_prompts = iteration * rollout_batch
-        return self._given(num_prompts)[file] if self.weights else num_prompts
+        return self._given(iteration * rollout_batch)[file]
 
     # ---- the epochs of one set --------------------------------------------------------------------------------------
 

@@ -75,9 +75,9 @@ class PromptSet:
         assert len(self.prompts) and len(self.prompts) == len(self.texts), (
             "a prompt set needs prompts and a text for each"
         )
-        sizes = self.sizes or (len(self.prompts),)
-        assert sum(sizes) == len(self.prompts), (sizes, len(self.prompts))
-        object.__setattr__(self, "_order", PromptOrder(sizes, self.weights, self.seed, self.shuffle))
+        sizes = self.sizes if self.weights else (len(self.prompts),)  # without weights the files are one set
+        assert sum(self.sizes or sizes) == len(self.prompts), (sizes, len(self.prompts))
+        object.__setattr__(self, "_order", PromptOrder(sizes, self.weights or (1.0,), self.seed, self.shuffle))
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -137,18 +137,10 @@ def _made_by(named: Any) -> Any:
 
 
 def _by_name(named: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns tools by their names. Raises UserError if several have the same, or for one that says that it must not be
-    called twice, which nothing can promise."""
+    """Returns tools by their names. Raises UserError if several have the same."""
     tools = dict(named)
     if len(tools) < len(named):
         raise UserError(f"several tools have the same name ({', '.join(tools)}): rename one")
-    for name, tool in named:
-        if getattr(getattr(tool, "cls", tool), "once", False):
-            raise UserError(
-                f"the tool {name} says once=True, but a resumed run, and an environment that is made anew, repeat "
-                "calls: let it do nothing for an rlhf_spmd.tools.episode_id() and a call that it has seen, and remove "
-                "`once`"
-            )
     return tools
 
 
@@ -173,13 +165,13 @@ def _of_class(spec: str, cls: Any, columns: Sequence[str] | None, make: Callable
             return Environment(spec, "text", lambda: OpenRLHFSession(make))
         with suppress(TypeError):
             signature.bind(None, "text")
-            _check_reset(cls, columns)
+            _check_columns("its reset()", cls.reset, columns)
             return Environment(spec, "chat", lambda: ObjectSession(make))
         raise UserError(f"its step() takes {', '.join(signature.parameters)}: take the text of a turn, and no more")
     tools = _by_name([(name, getattr(cls, name)) for name in public if name not in NOT_TOOLS])
     if not tools:
         raise UserError("it has reset() and nothing to call: add public methods as tools, or step(self, text)")
-    _check_reset(cls, columns)
+    _check_columns("its reset()", cls.reset, columns)
     methods = {name: types.MethodType(inspect.unwrap(method), object()) for name, method in tools.items()}
     return Environment(spec, "tools", lambda: ObjectSession(make, tuple(tools)), methods)
 
@@ -189,10 +181,6 @@ def _of_agent(spec: str, function: Any, columns: Sequence[str] | None) -> Enviro
         raise UserError(f"{function.__name__}({CLIENT}, ...) is not async: write async def, and await the client")
     _check_columns("it", function, columns)
     return Environment(spec, "agent", lambda: AgentSession(function))
-
-
-def _check_reset(cls: Any, columns: Sequence[str] | None) -> None:
-    _check_columns("its reset()", cls.reset, columns)
 
 
 def _check_columns(what: str, function: Any, columns: Sequence[str] | None) -> None:

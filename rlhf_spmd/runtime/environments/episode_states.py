@@ -35,6 +35,7 @@ class Row:
 class EpisodeState:
     """A row under way.
 
+    number: of its row among those of the call.
     key: the number of its episode among all of the workers.
     start: what its environment begins with.
     lead: the first row of its episode, which counts for all of them.
@@ -57,6 +58,7 @@ class EpisodeState:
     renderer: Renderer
     key: int
     start: Start
+    number: int
     lead: "EpisodeState" = field(init=False)
     work: Work = field(init=False)
     draws: bool = True

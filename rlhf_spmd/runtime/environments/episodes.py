@@ -68,11 +68,11 @@ class Episodes:
                 seeds = seed_of(*key), seed_of(*key, sample)
                 start = Start(dict(row.columns), row.text, row.messages, *seeds, id_of(name, *key, sample))
                 worker_key = workers.new_key()
-            state = EpisodeState(row, renderer, worker_key, start, draws=num_rows == 1)
+            state = EpisodeState(row, renderer, worker_key, start, number, draws=num_rows == 1)
             state.lead = self.states[-(number % num_rows)] if number % num_rows else state
             self.states.append(state)
         self.dropped: set[int] = set()  # groups
-        self._tickets: dict[int, int] = {}  # of questions -> row
+        self._tickets: dict[int, EpisodeState] = {}  # of questions
         self._ready: list[Answer] = []
 
     # ---- the engine's side ------------------------------------------------------------------------------------------
@@ -80,9 +80,9 @@ class Episodes:
     def openings(self) -> list[list[int]]:
         """Returns the tokens of each prompt, as its environment opens it; none if rows are opened by answers, of which
         those of the first rows have come."""
-        for number, state in enumerate(self.states):
-            state.work = self._play(number, state)
-            self._go_on(number)
+        for state in self.states:
+            state.work = self._play(state)
+            self._go_on(state)
             state.busy_s = math.inf if state.draws else time.monotonic()
         while any(state.ticket for state in self.states[:: self.num_rows]):
             self._take_answers(1.0)
@@ -107,11 +107,11 @@ class Episodes:
         if self.options.timeout_s and state.lead.until_s == math.inf:
             state.lead.until_s = time.monotonic() + self.options.timeout_s
         state.turn += 1
-        self._note_drawing(row, state, is_drawing=False)
+        self._note_drawing(state, is_drawing=False)
         if state.reason:  # it broke before it began, or while it drew
-            self._report(row, state, state.reason)
+            self._report(state, state.reason)
         else:
-            self._go_on(row, token_ids)
+            self._go_on(state, token_ids)
 
     def cut(self, row: int, token_ids: list[int]) -> None:
         """Notes what the model drew in the turn in which a limit ended a row."""
@@ -119,9 +119,9 @@ class Episodes:
         state.cut = token_ids
         if self.num_rows > 1:
             state.is_reported = True
-            self._note_drawing(row, state, is_drawing=False)
+            self._note_drawing(state, is_drawing=False)
             if not state.reason:
-                self._go_on(row, DRAWN_OUT)  # or another limit
+                self._go_on(state, DRAWN_OUT)  # or another limit
 
     def answers(self, wait_s: float) -> list[Answer]:
         """Returns the answers that have come back since; waits for so long at most if nothing has."""
@@ -143,7 +143,7 @@ class Episodes:
         state = self.states[row]
         if not state.reason and not state.ticket:
             state.is_reported = True
-            self._go_on(row, reason)
+            self._go_on(state, reason)
         while state.ticket:
             self._take_answers(1.0)
             self._end_late(time.monotonic())
@@ -182,9 +182,8 @@ class Episodes:
 
     # ---- rows that wait ---------------------------------------------------------------------------------------------
 
-    def _go_on(self, number: int, value: Any = None) -> None:
+    def _go_on(self, state: EpisodeState, value: Any = None) -> None:
         """Runs a row until it asks its worker, waits for the model, or is over. value: what it waits for."""
-        state = self.states[number]
         state.ticket = 0
         try:
             message = state.work.send(value)
@@ -194,69 +193,67 @@ class Episodes:
             episode = {"environment": state.renderer.environment.key, "episode_id": state.start.episode_id}
             is_single = self.num_rows == 1  # else the question may wait while the model draws for other rows
             limit_s = self.options.tool_timeout_s if is_single else 0.0
-            message = message | episode | {"limit_s": limit_s, "row": number % self.num_rows}
+            message = message | episode | {"limit_s": limit_s, "row": state.number - state.lead.number}
             if message["do"] == "begin":
-                others = self._rows_of(number)
+                others = self._rows_of(state)
                 message["opened"] = {other.row_key: index for index, other in enumerate(others) if other.row_key}
             is_alone = is_single and state.num_lost >= MOST_TRIES
             state.asked = state.lead.key
             state.ticket = self.workers.ask(state.asked, message, timeout_s=limit_s, is_alone=is_alone)
-            self._tickets[state.ticket] = number
+            self._tickets[state.ticket] = state
 
     def _take_answers(self, wait_s: float) -> None:
         for ticket, answer in self.workers.answers(wait_s, self._tickets):
             self._go_on(self._tickets.pop(ticket), answer)
 
-    def _rows_of(self, number: int) -> list[EpisodeState]:
+    def _rows_of(self, state: EpisodeState) -> list[EpisodeState]:
         """Returns all rows of the episode of a row."""
-        begin = number - number % self.num_rows
-        return self.states[begin : begin + self.num_rows]
+        return self.states[state.lead.number : state.lead.number + self.num_rows]
 
     def _end_late(self, now_s: float) -> float:
         """Ends the episodes whose time is over. Returns when that of the next one is."""
         least_s, limit_s = math.inf, self.options.tool_timeout_s if self.num_rows > 1 else 0.0
-        for number, state in enumerate(self.states):
+        for state in self.states:
             until_s = math.inf if state.is_reported else state.lead.until_s
             until_s = min(until_s, state.lead.busy_s + (limit_s or math.inf))
             if not state.ticket or now_s < until_s:
                 least_s = min(least_s, until_s) if state.ticket else least_s
                 continue
             state.lead.num_timeouts += now_s < state.lead.until_s
-            begin = number - number % self.num_rows
-            for index, other in enumerate(self._rows_of(number), begin):
+            for other in self._rows_of(state):
                 if other.ticket:
                     self._tickets.pop(other.ticket)
                     self.workers.drop(other.ticket)
                     other.ticket = 0
                 if not other.reason:
-                    self._end(index, other, TIMEOUT)
+                    self._end(other, TIMEOUT)
         if limit_s:
             self.workers.beat()  # whatever the agents do, their time is limited
         return least_s
 
-    def _note_drawing(self, number: int, state: EpisodeState, *, is_drawing: bool) -> None:
+    def _note_drawing(self, state: EpisodeState, *, is_drawing: bool) -> None:
         """Notes whether the model draws for a row, and since when it draws for none of its episode."""
         state.draws, lead, now_s = is_drawing, state.lead, time.monotonic()
-        draws = any(other.draws for other in self._rows_of(number))
+        draws = any(other.draws for other in self._rows_of(state))
         if self.num_rows > 1 and draws and lead.busy_s < math.inf:
             lead.seconds.append(now_s - lead.busy_s)
         lead.busy_s = math.inf if draws else min(lead.busy_s, now_s)
 
-    def _end(self, number: int, state: EpisodeState, reason: str) -> None:
+    def _end(self, state: EpisodeState, reason: str) -> None:
         state.reason = reason
-        if all(other.reason for other in self._rows_of(number)):
+        if all(other.reason for other in self._rows_of(state)):
             self.workers.release(state.lead.key)
-        self._report(number, state, reason)
+        self._report(state, reason)
 
-    def _report(self, number: int, state: EpisodeState, reason: str) -> None:
+    def _report(self, state: EpisodeState, reason: str) -> None:
         """Tells the engine once that an episode is over; not while it draws."""
         if not state.draws and not state.is_reported:
             state.is_reported = True
-            self._ready.append(Answer(number, None, reason))
+            self._ready.append(Answer(state.number, None, reason))
 
     # ---- a row ------------------------------------------------------------------------------------------------------
 
-    def _play(self, number: int, state: EpisodeState) -> Work:
+    def _play(self, state: EpisodeState) -> Work:
         """Plays an episode. It waits for what the model drew in a turn, or for the limit of the engine that ended it;
         the engine is told of the end at once, then the last reward is asked for."""
         has_state = not state.renderer.environment.is_stateless
@@ -264,20 +261,20 @@ class Episodes:
             if has_state:
                 begin = {"do": "begin", "start": asdict(state.start)}
                 state.made.append((begin, (yield from self._asked(state, begin))))
-            reason = self._begun(number, state) if self.num_rows > 1 else ""
+            reason = self._begun(state) if self.num_rows > 1 else ""
             while not reason:
                 drawn = yield None
-                reason = drawn if isinstance(drawn, str) else (yield from self._turn(number, state, drawn))
+                reason = drawn if isinstance(drawn, str) else (yield from self._turn(state, drawn))
             is_used = self.num_rows == 1 or bool(state.row_key)
             if has_state and is_used and reason != TIMEOUT:
-                self._report(number, state, reason)
+                self._report(state, reason)
                 last = REWARD | {"cut": self._said(state, state.cut, state.turn + 1)} if state.cut else REWARD
                 state.end_reward = (yield from self._asked(state, last))["reward"]
         except Dropped:
             reason = TOOL_STOPPED
-        self._end(number, state, reason)
+        self._end(state, reason)
 
-    def _begun(self, number: int, state: EpisodeState) -> str:
+    def _begun(self, state: EpisodeState) -> str:
         """Opens a row that an agent asks for. Returns why the row is over; empty: it is not."""
         state.row_key = state.made[0][1]["opening"]["key"]
         if not state.row_key:
@@ -290,12 +287,12 @@ class Episodes:
                     f"data.max_prompt={self.max_prompt}"
                 )
             return TOO_LONG
-        self._note_drawing(number, state, is_drawing=True)
+        self._note_drawing(state, is_drawing=True)
         stream = seed_of(state.lead.row.sample // self.num_rows, *state.row_key.encode())
-        self._ready.append(Answer(number, tuple(token_ids), stream=stream))
+        self._ready.append(Answer(state.number, tuple(token_ids), stream=stream))
         return ""
 
-    def _turn(self, number: int, state: EpisodeState, drawn: list[int]) -> Generator[Question, Reply, str]:
+    def _turn(self, state: EpisodeState, drawn: list[int]) -> Generator[Question, Reply, str]:
         """Answers a turn. Returns why the episode ends; empty: it does not."""
         renderer, options = state.renderer, self.options
         if state.is_of_agent:
@@ -322,8 +319,8 @@ class Episodes:
             return TIMEOUT
         token_ids = renderer.answer_ids(drawn, calls, steps)
         state.num_tokens += len(drawn) + len(token_ids)
-        self._note_drawing(number, state, is_drawing=True)
-        self._ready.append(Answer(number, tuple(token_ids)))
+        self._note_drawing(state, is_drawing=True)
+        self._ready.append(Answer(state.number, tuple(token_ids)))
         return ""
 
     def _step(self, state: EpisodeState, call: Call | None, drawn: list[int]) -> Generator[Question, Reply, Step]:

@@ -35,7 +35,7 @@ class Executor(InstructionLoop):
         if self.world.device.type == "cuda":
             launch_kernels(job)
         self.begin()
-        self.transfers = Transfers(job, self.program)
+        self.transfers = Transfers(job)
         self.next_state: Any = None  # in a chain: of the next iteration, where a rank's functions read it
 
     def reset(self) -> None:

@@ -77,8 +77,8 @@ def most_under_way(program: Program, rank: int) -> Counter[int]:
 class Transfers:
     """This rank's part of the transfers of a program. What it sends is counted for the iteration that it serves."""
 
-    def __init__(self, job: Job, program: Program):
-        self.program, self.world, self.models = program, job.world, job.models
+    def __init__(self, job: Job):
+        self.program, self.world, self.models = job.program, job.world, job.models
         # transfer -> its operations, the buffers that rows arrive in, and those that they leave from
         self.pending: dict[int, tuple[list[dist.Work], list[tuple[Message, torch.Tensor]], list[torch.Tensor]]] = {}
         self.movers: dict[int, Mover] = {}  # transfer of weights -> this rank's part of it

@@ -266,7 +266,7 @@ class Engine:
         turns.streams[row] = answer.stream
         requests.open(row, answer.token_ids, turns.bits_of(row, answer.stream))
         (key,) = requests.keys(range(row, row + 1))
-        self.scheduler.waiting.append(Row(row, key, *[len(answer.token_ids)] * 2))
+        self.scheduler.waiting.append(Row(row, key, len(answer.token_ids), len(answer.token_ids)))
         return []
 
     def _resumed(self, answer: Answer) -> tuple[Row, int] | None:

@@ -107,7 +107,7 @@ class Evaluation:
     def _reported(self, data: Iteration, function: str) -> tuple[list[int], list[int], list[float]]:
         """Returns prompt, sample and score of the rows that this rank reports, of a function NaN where it has none."""
         program, rank = self.job.program, self.job.world.rank
-        call = next((call for call in program.workload.workflow.calls if call.function == SCORES), None)
+        call = next((call for call in program.workload.workflow.placed_calls if call.function == SCORES), None)
         if call is None or not self.scores:
             return [], [], []
         columns = reported_columns(program, call, rank)

@@ -108,7 +108,6 @@ class WorkerPool:
         self._program, self._opening, self._at_once, self._grace_s = program, opening, at_once, grace_s
         self._workers: list[Worker] = []
         self._waiting: list[Question] = []
-        self._place: dict[int, Worker] = {}
         self._answers: list[tuple[int, Answer]] = []
         self._num_asked = self._num_keys = 0
         self._used_s = 0.0  # processor time of busy workers at the last look
@@ -162,7 +161,7 @@ class WorkerPool:
 
     def release(self, key: int) -> None:
         """Lets the worker of a key, if there is one, forget what it keeps for it."""
-        worker = self._place.pop(key, None)
+        worker = self._worker_of(key)
         if worker is None:
             return
         worker.keys.discard(key)
@@ -227,8 +226,6 @@ class WorkerPool:
             answer: Answer = {"timed_out": True} if now_s >= question.until_s else {"lost": how}
             if not question.is_dropped:
                 self._answers.append((question.ticket, answer))
-        for key in worker.keys:
-            self._place.pop(key, None)
         self._start()
 
     def _lost(self, worker: Worker, status: int | None) -> None:
@@ -249,19 +246,23 @@ class WorkerPool:
         for question in [*self._waiting]:
             if not free:
                 return
-            worker = self._place.get(question.key) if question.key is not None else None
-            worker = worker or min(free, key=lambda each: (each.is_worn, len(each.keys), len(each.asked)))
+            worker = self._worker_of(question.key) or min(
+                free, key=lambda each: (each.is_worn, len(each.keys), len(each.asked))
+            )
             if worker in free and worker.takes(question, self._at_once):
                 self._waiting.remove(question)
                 self._ask(worker, question)
             elif worker in free:
                 free.remove(worker)
 
+    def _worker_of(self, key: int | None) -> Worker | None:
+        """Returns the worker that keeps something for a key, if there is one."""
+        return next((worker for worker in self._workers if key in worker.keys), None)
+
     def _ask(self, worker: Worker, question: Question) -> None:
         message = {**question.message, "key": question.key, "ticket": question.ticket}
-        if question.key is not None and question.key not in worker.keys:
+        if question.key is not None:
             worker.keys.add(question.key)
-            self._place[question.key] = worker
         worker.asked[question.ticket] = question
         question.until_s = time.monotonic() + question.timeout_s + self._grace_s
         self._send(worker, message)
