@@ -8,6 +8,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import fields
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,7 @@ from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.failure.records import prefix
 from rlhf_spmd.runtime.world.world import World
 
-ROWS: dict[str, Any] = {
-    "prompts": TokenRows,
-    "texts": TextRows,
-    "columns": TextRows,
-    "responses": TokenRows,
-    "numbers": NumberRows,
-}
-OTHERS = ("seed", "source", "counts", "sizes", "weights", "shuffle", "column_names", "remarks")  # fields of a set
+KINDS = {kind.__name__: kind for kind in (TokenRows, TextRows, NumberRows)}
 
 
 def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
@@ -44,7 +39,7 @@ def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
         about = world.allgather(about, "the prompts")[first]
         if prompts is None and about:
             with suppress(OSError, ValueError):  # this rank does not see the files
-                prompts = _map(about)
+                prompts = PromptSet(**_map(about))
         world.barrier("mapping the prompts")
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -52,38 +47,29 @@ def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
 
 
 def _write(prompts: PromptSet, path: str) -> Mapping:
-    """Writes the arrays of a set to a folder, and returns what else is needed to map it."""
-    rows: dict[str, PackedRows] = {}
-    for field in ROWS:
-        value = getattr(prompts, field) or {}
-        rows |= (
-            {f"{field}/{key}": part for key, part in value.items()} if isinstance(value, Mapping) else {field: value}
-        )
-    for number, part in enumerate(rows.values()):
-        for name, array in (("items", part.items), ("ends", part.ends)):
-            with open(f"{path}/{number}.{name}", "xb") as file:
-                npy.write_array(file, array, allow_pickle=False)
+    """Writes the arrays of a set to a folder, and returns its fields, each array with the name of its file."""
+    files = (f"{path}/{number}" for number in count())
     prompts.fingerprints("")  # computed once for the node
-    return {
-        "path": path,
-        "rows": list(rows),
-        "hashes": prompts.hashes,
-        "others": {name: getattr(prompts, name) for name in OTHERS},
-    }
+
+    def described(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: described(part) for key, part in value.items()}
+        if not isinstance(value, PackedRows):
+            return value
+        file = next(files)
+        for name, array in (("items", value.items), ("ends", value.ends)):
+            with open(f"{file}.{name}", "xb") as stream:
+                npy.write_array(stream, array, allow_pickle=False)
+        return {"file": file, "kind": type(value).__name__}
+
+    return {field.name: described(getattr(prompts, field.name)) for field in fields(prompts) if field.init}
 
 
-def _map(about: Mapping) -> PromptSet:
-    """Maps the set that another rank has written. Raises OSError or ValueError if this rank does not see its files."""
-    fields: dict[str, Any] = {"responses": {}, "numbers": {}, "hashes": about["hashes"]}
-    for number, name in enumerate(about["rows"]):
-        field, _, key = name.partition("/")
-        file = f"{about['path']}/{number}"
-        items, ends = (np.asarray(npy.open_memmap(f"{file}.{part}", mode="r")) for part in ("items", "ends"))
-        rows = ROWS[field](items, ends)
-        if key:
-            fields[field][key] = rows
-        else:
-            fields[field] = rows
-    for name, value in about["others"].items():
-        fields[name] = tuple(value) if isinstance(value, list) else value
-    return PromptSet(**fields)
+def _map(value: Any) -> Any:
+    """Maps the rows in what `_write` returned. Raises OSError or ValueError if this rank does not see their files."""
+    if isinstance(value, Mapping) and "file" in value:
+        arrays = (npy.open_memmap(f"{value['file']}.{part}", mode="r") for part in ("items", "ends"))
+        return KINDS[value["kind"]](*map(np.asarray, arrays))
+    if isinstance(value, Mapping):
+        return {key: _map(part) for key, part in value.items()}
+    return tuple(value) if isinstance(value, list) else value

@@ -263,11 +263,12 @@ class AgentRow(Session):
 class AgentSession(Session):
     """An agent, which runs as a task of its own between its requests.
 
-    home: its endpoint.Endpoint, which gives it a client.
+    home: its endpoint.Endpoint, which gives it a client and a key.
     opened: the numbers of rows that an earlier object of this episode has opened, by their keys.
     """
 
     home: Any
+    endpoint_key: str = ""
     opened: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, function: Callable[..., Any]):

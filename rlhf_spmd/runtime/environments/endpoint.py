@@ -58,7 +58,6 @@ class Endpoint:
                 for kind in (library.Client, library.AsyncClient):
                     kind.send = self._with_key(kind.send)
         self._sessions: dict[str, AgentSession] = {}
-        self._keys: dict[AgentSession, str] = {}
         self._first: Any = None  # client of the package openai
 
     async def open(self) -> None:
@@ -76,7 +75,7 @@ class Endpoint:
 
     def enter(self, session: AgentSession) -> Any:
         """Returns the client of an episode: openai.AsyncOpenAI if the user's code imports openai."""
-        key = self._keys[session] = secrets.token_urlsafe(24)
+        key = session.endpoint_key = secrets.token_urlsafe(24)
         self._sessions[key] = session
         _key.set(key)
         if "openai" not in sys.modules:
@@ -88,7 +87,7 @@ class Endpoint:
 
     def leave(self, session: AgentSession) -> None:
         """Forgets an episode."""
-        self._sessions.pop(self._keys.pop(session, ""), None)
+        self._sessions.pop(session.endpoint_key, None)
 
     # ---- HTTP -------------------------------------------------------------------------------------------------------
 

@@ -145,9 +145,6 @@ class Engine:
         if self.routes is not None:
             self.routes.add(len(numbers))
         keys = self.requests.keys(numbers)
-        first: dict[int, int] = {}
-        for index, key in enumerate(keys):
-            first.setdefault(key, index)
         queued = []
         drawn = self.requests.begin(numbers, begun) if begun is not None else [0] * len(numbers)
         for number, key, prompt, num in zip(numbers, keys, prompts, drawn, strict=True):
@@ -159,7 +156,7 @@ class Engine:
             elif not self.requests.is_ended(number):
                 queued.append(Row(number, key, len(prompt), len(prompt) + num))
         # equal prompts are adjacent
-        self.scheduler.waiting.extend(sorted(queued, key=lambda waiting: first[waiting.key]))
+        self.scheduler.waiting.extend(sorted(queued, key=lambda row: row.key))
         return numbers
 
     @property

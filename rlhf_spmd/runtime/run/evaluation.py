@@ -37,16 +37,16 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.instruction_loop import InstructionLoop
-from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, given_rows, kept_of
+from rlhf_spmd.runtime.execute.iteration import Iteration, given_rows
 from rlhf_spmd.runtime.execute.job import Job
-from rlhf_spmd.runtime.execute.response_hashes import reported_columns, tokens_sha256
+from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.records.run_files import headlines_of
 from rlhf_spmd.runtime.records.run_folder import EVALUATIONS, RunFolder
 from rlhf_spmd.runtime.run.inputs import sources_of
 from rlhf_spmd.runtime.run.metrics import ALL_BROKE, check_finite
 from rlhf_spmd.runtime.run.prepare import Prepared, prepare
-from rlhf_spmd.runtime.run.rollouts import Rollouts
+from rlhf_spmd.runtime.run.rollouts import Rollouts, numbers_of_rows
 from rlhf_spmd.runtime.world.metric_sums import combine
 from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.runtime.world.world import World
@@ -75,13 +75,15 @@ class Evaluation:
         self.executor.begin()
         data = self._iteration(num_done)
         answers = self.executor.iteration(data)
-        metrics = self._metrics(self._scores(data), answers)
         if not self.scores:
+            metrics: dict[str, float | str] = dict(combine(answers)[0])
             check_finite(metrics, data.title)
-        functions = function_labels(self.job.config) if self.scores else []
+            return metrics | {"evaluation_s": time.perf_counter() - began}, data
+        numbers, functions = numbers_of_rows(self.job, data), function_labels(self.job.config)
+        metrics = self._metrics(self._measured(numbers), answers)
         metrics = without_passes(metrics) if functions and not wants_passes(self.job.config) else metrics
         for function in functions:
-            metrics |= _measured(self.job, self.sources, self._scores(data, function), f"{function}/")
+            metrics |= self._measured(numbers, function)
         return metrics | {"evaluation_s": time.perf_counter() - began}, data
 
     def _iteration(self, num_done: int) -> Iteration:
@@ -94,43 +96,20 @@ class Evaluation:
         about: dict[str, Any] = {"what": "evaluation after iteration", "first": 0}
         return Iteration.of_rows(job.config.seed, num_done, prompt_MC, store, sample_MC, **about)
 
-    def _scores(self, data: Iteration, function: str = "") -> np.ndarray:
-        """Returns the scores of all ranks, or those of one function, [prompts, samples]; NaN where there is none. The
-        first row of an episode has its score. Collective."""
-        workload = self.job.program.workload
-        scores = np.full((workload.rollout_batch, workload.samples_per_prompt), np.nan)
-        every = self.job.world.allgather(self._reported(data, function), "the scores of an evaluation")
-        for prompts, samples, values in every:
-            scores[prompts, samples] = values
-        return scores[:, :: workload.episode_rows]
+    def _measured(self, numbers: Mapping[str, np.ndarray], function: str = "") -> dict[str, float]:
+        """Returns the metrics of the scores of all ranks, or of those of one function.
 
-    def _reported(self, data: Iteration, function: str) -> tuple[list[int], list[int], list[float]]:
-        """Returns prompt, sample and score of the rows that this rank reports, of a function NaN where it has none."""
-        program, rank = self.job.program, self.job.world.rank
-        call = next((call for call in program.workload.workflow.placed_calls if call.function == SCORES), None)
-        if call is None or not self.scores:
-            return [], [], []
-        columns = reported_columns(program, call, rank)
-        if columns.start == columns.stop:
-            return [], [], []
-        place = ALL, columns
-        name = call.outputs[0]
-        if function:
-            unknown_MC = np.full(data.prompt_MC.shape, np.nan)
-            score_C = data.noted.get(f"{name.removesuffix('s')}_{function}", unknown_MC)[place][0]
-        else:
-            score_C = data.store.at(name, place)[0].double().cpu().numpy()
-        rows = data.prompt_MC[place][0], data.sample_MC[place][0], score_C
-        inputs = {key: data.store.at(key, place)[0] for key in call.inputs}
-        kept = kept_of(program.workload, inputs, call.inputs).expand(len(score_C)).cpu().numpy()
-        prompts, samples, scores = (values_C[kept].tolist() for values_C in rows)
-        return prompts, samples, scores
+        numbers: of all rows; the first row of an episode has its score.
+        """
+        call = next(call for call in self.job.workload.workflow.placed_calls if call.function == SCORES)
+        name, num = call.outputs[0], self.job.workload.rollout_batch
+        name = f"{name.removesuffix('s')}_{function}" if function else name
+        scores = numbers.get(name, np.full(num, np.nan)).reshape(num, -1)[:, :: self.job.workload.episode_rows]
+        return _measured(self.job, self.sources, scores, f"{function}/" if function else "")
 
-    def _metrics(self, scores: np.ndarray, answers: Sequence[Mapping]) -> dict[str, float | str]:
-        """Returns the metrics of one evaluation, from the scores of all ranks."""
-        if not self.scores:
-            return dict(combine(answers)[0])
-        metrics: dict[str, float | str] = dict(_measured(self.job, self.sources, scores))
+    def _metrics(self, measured: Mapping[str, float], answers: Sequence[Mapping]) -> dict[str, float | str]:
+        """Returns the metrics of one evaluation. measured: those of the scores."""
+        metrics: dict[str, float | str] = dict(measured)
         if not metrics:
             raise UserError(f"an evaluation has no prompt all of whose episodes count: {ALL_BROKE}")
         logged, weights = combine(answers)
@@ -225,11 +204,6 @@ class Evaluator:
         self._check(self.rows)
         self.folder.write_evaluations(self.rows)
         return self._line(num_done, self.rows[-1])
-
-    def is_best(self, num_done: int) -> bool:
-        """Returns whether the evaluation after so many iterations is better than every earlier one, by
-        checkpoint.best."""
-        return self.best_iteration == num_done
 
     @property
     def best_iteration(self) -> int | None:

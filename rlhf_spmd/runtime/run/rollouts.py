@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlhf_spmd.plan.calls import ModelCall
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import END, RESPONSES, TOKEN_SHAPES, actions_of
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
 from rlhf_spmd.runtime.data.readers import Record
-from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, kept_of
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.execute.response_hashes import reported_columns
 from rlhf_spmd.runtime.generation.episodes import REASONS
@@ -60,7 +61,7 @@ class Rollouts:
         if not self.is_due(data.number):
             return
         world, layout = self.job.world, self.job.program.placement.layouts[self.call.name]
-        numbers = self._exchanged(data)
+        numbers = numbers_of_rows(self.job, data)
         with world.together("writing the rollouts"):
             if not self.columns.stop:
                 return
@@ -69,26 +70,12 @@ class Rollouts:
             with writing(folder / part):
                 folder.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
                 draft = folder / f".{part}.{os.getpid()}"
-                keys = [key for key in self.call.inputs if key in data.store]
+                shapes = self.job.workload.workflow.shapes
+                keys = [key for key in self.call.inputs if key in data.store and shapes[key] not in ("kept", "routes")]
                 own = self._own(numbers, keys)
                 renamed = other_names(self.job.prompts.column_names, own)
-                write_part(draft, self._rows(data, numbers), self.format, own, self.types, renamed)
+                write_part(draft, self._rows(data, numbers, keys), self.format, own, self.types, renamed)
                 draft.replace(folder / part)
-
-    def _exchanged(self, data: Iteration) -> dict[str, np.ndarray]:
-        """Exchanges, by name, the number of every row [M, C], from the ranks that made it: results of calls that are
-        one number of each row, and those of the reward functions. NaN: the row has none."""
-        made = dict(_made_here(self.job.program, self.job.world.rank, data)) | data.noted
-        message = {}
-        for name, values_MC in made.items():
-            places = np.flatnonzero(~np.isnan(values_MC))
-            message[name] = places.tolist(), values_MC.reshape(-1)[places].tolist()
-        whole: dict[str, np.ndarray] = {}
-        for of_rank in self.job.world.allgather(message, "the numbers of the rollouts"):
-            for name, (places, values) in of_rank.items():
-                values_MC = whole.setdefault(name, np.full(data.prompt_MC.shape, np.nan))
-                values_MC.reshape(-1)[places] = values
-        return whole
 
     def _own(self, numbers: Iterable[str], keys: Sequence[str]) -> dict[str, str]:
         """Returns the columns that a run adds to those of the data set, with their types (rollout_files.py).
@@ -108,11 +95,12 @@ class Rollouts:
         """Returns the column of tokens; the prompts of episodes have the name of all prompts."""
         return f"{key.removeprefix(f'{self.call.responses[0]}.').removesuffix('s')}_tokens"
 
-    def _rows(self, data: Iteration, numbers: Mapping[str, np.ndarray]) -> Iterator[tuple[Record, Record]]:
+    def _rows(
+        self, data: Iteration, numbers: Mapping[str, np.ndarray], keys: Sequence[str]
+    ) -> Iterator[tuple[Record, Record]]:
         """Yields this rank's rows: what the run adds, and the columns of the data set."""
         job, workload, call = self.job, self.job.program.workload, self.call
         shapes = workload.workflow.shapes
-        keys = [key for key in call.inputs if key in data.store and shapes[key] not in ("kept", "routes")]
         values = {key: data.store.at(key, (ALL, self.columns)).cpu().numpy() for key in keys}
         records = job.prompts.records
         for m, column in product(range(len(data.prompt_MC)), range(self.columns.start, self.columns.stop)):
@@ -167,16 +155,34 @@ def _call_with_rows(program: Program) -> ModelCall:
     return (*trains, workflow.placed_calls[-1])[0]
 
 
-def _made_here(program: Program, rank: int, data: Iteration) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields key, and float64 [M, C], of the numbers of rows that this rank makes and reports; NaN in other columns."""
-    workflow = program.workload.workflow
+def numbers_of_rows(job: Job, data: Iteration) -> dict[str, np.ndarray]:
+    """Exchanges, by name, the number of every row [M, C], from the ranks that made it: results of calls that are one
+    number of each row, and those of the reward functions. NaN: the row has none. Collective."""
+    message = {}
+    for name, values_MC in (dict(_made_here(job, data)) | data.noted).items():
+        places = np.flatnonzero(~np.isnan(values_MC))
+        message[name] = places.tolist(), values_MC.reshape(-1)[places].tolist()
+    whole: dict[str, np.ndarray] = {}
+    for of_rank in job.world.allgather(message, "the numbers of rows"):
+        for name, (places, values) in of_rank.items():
+            values_MC = whole.setdefault(name, np.full(data.prompt_MC.shape, np.nan))
+            values_MC.reshape(-1)[places] = values
+    return whole
+
+
+def _made_here(job: Job, data: Iteration) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields key, and float64 [M, C], of the numbers of rows that this rank makes and reports; NaN elsewhere, and for
+    rows that do not count."""
+    workflow = job.workload.workflow
     for call in workflow.calls:
         for key in (key for key in call.outputs if workflow.shapes[key] == "row"):
-            site, *_ = program.placement.sites(call, workflow)
-            columns = reported_columns(program, workflow.placed_call(site), rank)
+            site, *_ = job.program.placement.sites(call, workflow)
+            columns = reported_columns(job.program, workflow.placed_call(site), job.world.rank)
             if columns.stop and key in data.store:
+                rows = {name: data.store.at(name, (ALL, columns)) for name in (key, *call.inputs)}
+                kept_MC = kept_of(job.workload, rows, call.inputs)
                 values_MC = np.full(data.prompt_MC.shape, np.nan)
-                values_MC[:, columns] = data.store.at(key, (ALL, columns)).double().cpu().numpy()
+                values_MC[:, columns] = torch.where(kept_MC, rows[key].double(), math.nan).cpu().numpy()
                 yield key, values_MC
 
 

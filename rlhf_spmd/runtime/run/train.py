@@ -222,7 +222,7 @@ class Running:
     def save(self, done: Done) -> None:
         """Writes a checkpoint and the best model, if they are due."""
         num = done.number + 1
-        is_best = self.evaluator.is_best(num)
+        is_best = self.evaluator.best_iteration == num
         is_over = num == self.job.config.iterations or bool(self.evaluator.why_over)
         is_last = is_over and not self.job.models.are_random
         if done.signals or self.saver.is_due(num) or is_best or is_last:
