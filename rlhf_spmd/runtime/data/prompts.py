@@ -82,15 +82,10 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def rows(self, key: str) -> TokenRows:
-        """Returns the tokens of a key that the data set has."""
-        return self.prompts if key == PROMPTS else self.responses[key]
-
     def padded(self, key: str, index_B: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Returns the data that some rows have of a key, [B, *shape]: tokens, padded with -1, or numbers, padded with
         0."""
-        rows = self.numbers[key] if key in self.numbers else self.rows(key)
-        return rows.padded(index_B, shape)
+        return {PROMPTS: self.prompts, **self.responses, **self.numbers}[key].padded(index_B, shape)
 
     def records(self, index_B: Sequence[int]) -> list[Record]:
         """Returns the other columns of these prompts, each with those that its row has."""

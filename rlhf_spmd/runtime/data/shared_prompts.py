@@ -60,15 +60,15 @@ def _write(prompts: PromptSet, path: str) -> Mapping:
         for name, array in (("items", value.items), ("ends", value.ends)):
             with open(f"{file}.{name}", "xb") as stream:
                 npy.write_array(stream, array, allow_pickle=False)
-        return {"file": file, "kind": type(value).__name__}
+        return {"rows of": file, "kind": type(value).__name__}
 
     return {field.name: described(getattr(prompts, field.name)) for field in fields(prompts) if field.init}
 
 
 def _map(value: Any) -> Any:
     """Maps the rows in what `_write` returned. Raises OSError or ValueError if this rank does not see their files."""
-    if isinstance(value, Mapping) and "file" in value:
-        arrays = (npy.open_memmap(f"{value['file']}.{part}", mode="r") for part in ("items", "ends"))
+    if isinstance(value, Mapping) and "rows of" in value:
+        arrays = (npy.open_memmap(f"{value['rows of']}.{part}", mode="r") for part in ("items", "ends"))
         return KINDS[value["kind"]](*map(np.asarray, arrays))
     if isinstance(value, Mapping):
         return {key: _map(part) for key, part in value.items()}

@@ -167,11 +167,9 @@ def last_turns(responses_BG: Tensor, actions_BG: Tensor) -> Tensor:
 
     actions_BG: not 0 where a token was drawn.
     """
-    found_BG = torch.full_like(responses_BG, -1)
-    for found_G, tokens_G, drawn_G in zip(found_BG, responses_BG, actions_BG > 0, strict=True):
-        places = torch.nonzero(drawn_G).flatten().tolist()
-        begin = next((one for one, before in zip(places[:0:-1], places[-2::-1], strict=True) if one - before > 1), None)
-        begin = begin if begin is not None or not places else places[0]
-        if places:
-            found_G[: places[-1] + 1 - begin] = tokens_G[begin : places[-1] + 1]
-    return found_BG
+    turns_BG = torch.full_like(responses_BG, -1)
+    for turn_G, tokens_G, drawn_G in zip(turns_BG, responses_BG, actions_BG > 0, strict=True):
+        end = max(torch.nonzero(drawn_G).flatten().tolist(), default=-1) + 1
+        begin = max(torch.nonzero(~drawn_G[:end]).flatten().tolist(), default=-1) + 1
+        turn_G[: end - begin] = tokens_G[begin:end]
+    return turns_BG

@@ -59,12 +59,12 @@ class Evaluation:
         self.job = job
         world = job.world
         self.executor = Executor(job, Tracer(world.rank, world.hosts[world.rank]))  # not a part of a run's timeline
-        self.sources = sources_of(job.prompts, job.program.workload.rollout_batch)
+        self.sources = sources_of(job.prompts, job.workload.rollout_batch)
 
     @property
     def scores(self) -> bool:
         """Whether responses are generated and scored."""
-        return bool(self.job.program.workload.workflow.generate_calls)
+        return bool(self.job.workload.workflow.generate_calls)
 
     def run(self, num_done: int) -> tuple[dict[str, float | str], Iteration]:
         """Runs an evaluation. Returns the metrics, the same on all ranks, and this rank's rows. Collective.
@@ -88,7 +88,7 @@ class Evaluation:
 
     def _iteration(self, num_done: int) -> Iteration:
         """Returns all prompts of the set as one mini-batch."""
-        job, workload = self.job, self.job.program.workload
+        job, workload = self.job, self.job.workload
         samples = workload.samples_per_prompt
         prompt_MC = np.arange(workload.rollout_batch).repeat(samples)[None]
         sample_MC = np.tile(np.arange(samples), workload.rollout_batch)[None]
@@ -235,7 +235,7 @@ class Evaluator:
     def _names(self, row: Mapping) -> list[str]:
         """Returns the metrics of an evaluation that are shown."""
         known: Sequence[str] = headlines_of(self.job.config.algorithm.metrics)
-        if self.job.program.workload.workflow.generate_calls:
+        if self.job.workload.workflow.generate_calls:
             known = metric_names(self.options.samples_per_prompt, function_labels(self.job.config))
         return [name for name in known if name in row]
 
@@ -246,7 +246,7 @@ class Evaluator:
         of_sources = [name for name in metrics if name.startswith(tuple(f"{mean}/" for mean in means))]
         values = titled({name: metrics[name] for name in (*shown, *of_sources)})
         text = ", ".join(f"{name} {formatted(value)}" for name, value in values.items())
-        num = self.job.program.workload.rollout_batch
+        num = self.job.workload.rollout_batch
         when = f"after {_iterations(num_done)}" if num_done else "before training"
         rows = "prompts" if self.evaluation.scores else "rows"
         line = f"evaluation {when}: {text}; {num} {rows}, {metrics['evaluation_s']:.1f} s"

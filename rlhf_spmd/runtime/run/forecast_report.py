@@ -197,7 +197,7 @@ def compared_run(
     if job.world.rank > 0:
         return None
     lengths = token_counts(answers, job.prompts.prompts)
-    if not job.program.workload.workflow.generate_calls:
+    if not job.workload.workflow.generate_calls:
         used = statistics.fmean(metrics.get(PLACES_USED, 1.0) for metrics in history)
         lengths = given_counts(job.prompts, used)
     of_episodes = measured(history)

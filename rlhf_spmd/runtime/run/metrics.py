@@ -128,7 +128,7 @@ def summarize(job: Job, answers: Sequence[Mapping[str, Any]], state: Any) -> dic
     effective sample size NAME_ess as a share of the samples."""
     means, weights = combine(answers)
     metrics: dict[str, Any] = dict(means)
-    known = metrics_of(job.config.algorithm, job.program.workload.workflow, function_labels(job.config))
+    known = metrics_of(job.config.algorithm, job.workload.workflow, function_labels(job.config))
     for name in [name for name in metrics if f"{name}_sq" in metrics and f"{name}_sq" not in known]:
         square = metrics.pop(f"{name}_sq")
         if f"{name}_std" in known:
@@ -146,7 +146,7 @@ def summarize(job: Job, answers: Sequence[Mapping[str, Any]], state: Any) -> dic
         metrics[TIMEOUTS] = float(round(metrics[TIMEOUTS] * weights[TIMEOUTS]))
     for what in ("bytes", "messages"):
         metrics[f"moved_{what}"] = sum(answer["sent"][what] for answer in answers)
-    if job.program.workload.workflow.generate_calls:
+    if job.workload.workflow.generate_calls:
         metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
     return metrics
 

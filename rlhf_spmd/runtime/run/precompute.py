@@ -82,7 +82,7 @@ def precompute_at_start(
 def precompute(job: Job, folder: str) -> None:
     """Runs the program of precompute_program over the rows that the run folder has no numbers of; rank 0 writes them.
     Collective; raises UserError."""
-    world, workload = job.world, job.program.workload
+    world, workload = job.world, job.workload
     executor = Executor(job, Tracer(world.rank, world.hosts[world.rank]))
     parts = folder_of_parts(folder, job.config, job.prompts, job.known)
     num_parts = math.ceil(len(job.prompts) / workload.mini_batch)
@@ -102,7 +102,7 @@ def precompute(job: Job, folder: str) -> None:
 
 def _batch(job: Job, number: int) -> Iteration:
     """Returns the next rows in the order of the files. The last batch is filled up with the last row."""
-    workload = job.program.workload
+    workload = job.workload
     first = number * workload.mini_batch
     prompt_MC = np.minimum(np.arange(first, first + workload.mini_batch), len(job.prompts) - 1)[None]
     store = given_rows(workload, job.prompts, job.columns, prompt_MC, job.world.device)

@@ -204,7 +204,7 @@ def make_iteration(job: Job, number: int, before: Iteration | None = None) -> It
 
     before: the batch before it, some of whose responses may go on in this one; None: there is none.
     """
-    config, workload = job.config, job.program.workload
+    config, workload = job.config, job.workload
     if job.steps is not None:
         return _within_budget(job, job.steps, number)
     prompts, rounds, carried = job.prompts.batch(number, config.rollout_batch), None, None
@@ -231,7 +231,7 @@ def make_iteration(job: Job, number: int, before: Iteration | None = None) -> It
 
 def _within_budget(job: Job, steps: StepOrder, number: int) -> Iteration:
     """Returns an iteration whose optimizer steps have a budget of tokens."""
-    workload = job.program.workload
+    workload = job.workload
     num, device = workload.num_mini_batches, job.world.device
     prompt_MC = steps.matrix(number * num, num)
     source_EMC = torch.arange(num, device=device)[None, :, None].expand(1, *prompt_MC.shape)

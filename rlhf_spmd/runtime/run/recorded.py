@@ -72,7 +72,7 @@ def restore_state(job: Job, num_iterations: int, values: Mapping) -> None:
 
     values: of `run_state`.
     """
-    workload = job.program.workload
+    workload = job.workload
     num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those skipped by early stops included
     steps = dict.fromkeys(job.models.engines, num_steps)
     job.state.of_algorithm, job.state.steps = job.config.algorithm.read_state(values["state"]), steps
@@ -108,9 +108,9 @@ def base_sums(job: Job) -> dict[str, str]:
     """Returns the sum of all bits of the base of each model that trains adapters, the same in any layout, by the name
     of an input. Collective."""
     rank, own_sums = job.world.rank, dict[str, int]()
-    for call in job.program.workload.workflow.train_calls:
+    for call in job.workload.workflow.train_calls:
         layout = job.layout(call)
-        if job.program.workload.shape(call.model).adapters is None or rank not in layout.ranks or layout.dp_index(rank):
+        if job.workload.shape(call.model).adapters is None or rank not in layout.ranks or layout.dp_index(rank):
             continue
         model = job.models.engines[call.model].model
         shard, trained = model.parallel.shard, model.trained_names()
@@ -178,7 +178,7 @@ def start_or_resume(
     history: list[dict[str, Any]] = []
     if resumed is not None:
         with world.together("reading the metrics so far"):
-            generates = bool(job.program.workload.workflow.generate_calls)
+            generates = bool(job.workload.workflow.generate_calls)
             needed = ["iteration_s", *(["gen_tokens", "generate_s"] if generates else [])]
             history = folder.metrics(resumed.iteration, needed) if world.rank == 0 else []
         history = world.bcast(history, what="the metrics so far")
@@ -255,12 +255,11 @@ def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
     first rank of each; none with random weights. parent: the folder in the run folder; empty: the run folder."""
     if job.models.are_random:
         return
-    workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
     roles = job.config.algorithm.roles
-    for train in (call for call in workflow.train_calls if roles[call.model].saved):
+    for train in (call for call in job.workload.workflow.train_calls if roles[call.model].saved):
         role, path = train.model, folder.path / parent / train.model
         with job.world.together(f"saving the {role}"):
-            trains = job.world.rank in layouts[train.name].ranks
+            trains = job.world.rank in job.layout(train).ranks
             if trains and (state := whole_state(job.models, train)) is not None:
                 with writing(path):
                     path.parent.mkdir(DIRECTORY_MODE, exist_ok=True)

@@ -60,7 +60,7 @@ class Rollouts:
         """Writes the samples of an iteration, if that is due. Collective; raises UserError."""
         if not self.is_due(data.number):
             return
-        world, layout = self.job.world, self.job.program.placement.layouts[self.call.name]
+        world, layout = self.job.world, self.job.layout(self.call)
         numbers = numbers_of_rows(self.job, data)
         with world.together("writing the rollouts"):
             if not self.columns.stop:
@@ -83,7 +83,7 @@ class Rollouts:
         numbers: of rows.
         keys: that the call reads.
         """
-        shapes = self.job.program.workload.workflow.shapes
+        shapes = self.job.workload.workflow.shapes
         found = dict.fromkeys(PLACE, "int") | {"prompt": "str"}
         found |= {key.removesuffix("s"): "str" for key in self.call.responses} | dict.fromkeys(numbers, "float")
         found |= {self._tokens(key): "ints" for key in keys if shapes[key] in TOKEN_SHAPES}
@@ -99,7 +99,7 @@ class Rollouts:
         self, data: Iteration, numbers: Mapping[str, np.ndarray], keys: Sequence[str]
     ) -> Iterator[tuple[Record, Record]]:
         """Yields this rank's rows: what the run adds, and the columns of the data set."""
-        job, workload, call = self.job, self.job.program.workload, self.call
+        job, workload, call = self.job, self.job.workload, self.call
         shapes = workload.workflow.shapes
         values = {key: data.store.at(key, (ALL, self.columns)).cpu().numpy() for key in keys}
         records = job.prompts.records

@@ -30,7 +30,7 @@ LOST = {  # rows of the file, by the name of their count
 def facts(prepared: Prepared, folder: RunFolder) -> dict[str, str]:
     """Returns the heading of a run. Collective."""
     job, products = prepared.job, prepared.products
-    config, shapes, prompts = job.config, job.program.workload.models, job.prompts
+    config, shapes, prompts = job.config, job.workload.models, job.prompts
     sizes = [f"{name} {_size(shape)}" for name, shape in shapes.items() if shape]
     texts = {"models": f"{', '.join(sizes)} parameters, {config.dtype}", "adapters": _adapters(job)}
     texts["environment"] = config.environment
@@ -60,7 +60,7 @@ def _size(shape: ModelShape) -> str:
 def _adapters(job: Job) -> str:
     """Describes the adapters of each model, and its learning rate."""
     config, texts = job.config, []
-    for name, shape in job.program.workload.models.items():
+    for name, shape in job.workload.models.items():
         if shape is not None and shape.adapters is not None:
             numbers = sum(numbers_in(weight.whole) for weight in trained_weights_of(shape))
             rate = f"learning rate {config.optimizer.lr[name]:g}" if name in config.optimizer.lr else "frozen"
@@ -81,7 +81,7 @@ def _names_of_functions(prepared: Prepared) -> str:
 def _iteration(job: Job) -> str:
     """Describes what an iteration trains on, for the heading."""
     config, sizes = job.config, f"{job.config.rollout_batch} rows"
-    if job.program.workload.workflow.generate_calls:
+    if job.workload.workflow.generate_calls:
         rows = f" of {config.episode.rows} rows" if config.episode.rows > 1 else ""
         sizes = f"{config.rollout_batch} prompts x {config.samples_per_prompt} "
         sizes += f"response{'s' * (config.samples_per_prompt > 1)}{rows} of at most "
@@ -151,7 +151,7 @@ def result(
         wall_s=wall_s,
         run_dir=str(folder.shown),
         reward_timeouts=num_late,
-        saved=tuple(role for role in job.program.workload.workflow.trained_models if algorithm.roles[role].saved)
+        saved=tuple(role for role in job.workload.workflow.trained_models if algorithm.roles[role].saved)
         if not job.models.are_random
         else (),
     )

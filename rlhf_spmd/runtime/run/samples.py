@@ -32,17 +32,18 @@ def sample_responses(job: Job) -> list[Shown]:
     Every rank that generates or scores takes part, because ZeRO 3 gathers weights collectively. Collective; returns the
     same on every rank.
     """
-    workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
+    workflow = job.workload.workflow
     num = min(PER_SHOWN * job.config.num_samples, len(job.prompts))
     if num == 0 or not workflow.generate_calls:
         return []
     generating = workflow.generate_calls[0]
     scoring = next((call for call in workflow.placed_calls if infer.judges(job, call)), None)
     rank, device = job.world.rank, job.world.device
-    copy = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])
-    first = next(filter(layouts[generating.name].reports, copy))
+    layout = job.layout(generating)
+    copy = layout.model_ranks(layout.ranks[0])
+    first = next(filter(layout.reports, copy))
     drawn = _Drawn()
-    if rank in layouts[generating.name].ranks:
+    if rank in layout.ranks:
         release_unused(device)  # what loading and training have left
         with job.models.weights(generating) as model:
             free = cache_bytes(device, job.world.computes.num_ranks, job.config.generation.cache_fraction)
@@ -50,11 +51,11 @@ def sample_responses(job: Job) -> list[Shown]:
                 drawn = _drawn(job, model, num, free)
     drawn = _Drawn(**job.world.bcast(asdict(drawn), first, "the samples"))
     scored: list[float] = []
-    if scoring is not None and rank in layouts[scoring.name].ranks:
+    if scoring is not None and rank in (scores_on := job.layout(scoring)).ranks:
         prompts_BP = pad(drawn.prompts).to(device)
         responses_BG = torch.tensor(drawn.tokens, dtype=torch.int64, device=device)
         # one copy of the model scores; the other ranks only take part in gathering weights
-        mine = num if rank in layouts[scoring.name].model_ranks(layouts[scoring.name].ranks[0]) else 0
+        mine = num if rank in scores_on.model_ranks(scores_on.ranks[0]) else 0
         judged = infer.scores(job, scoring, prompts_BP[:mine], responses_BG[:mine], range(mine))
         scored = [] if judged is None else judged.scores_B.tolist()
     every = job.world.allgather(scored, "the samples' scores")

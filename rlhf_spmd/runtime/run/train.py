@@ -261,5 +261,5 @@ def _compared(running: Running, folder: RunFolder, title: str, calibration: Cali
         return None
     recent = range(len(history) - TIMELINE_ITERATIONS, len(history))
     records = job.world.allgather(running.recorder.to_records(recent), "gathering the timeline")
-    folder.write_timeline(records, title=title, workflow=job.program.workload.workflow)
+    folder.write_timeline(records, title=title, workflow=job.workload.workflow)
     return forecast_report.compared_run(job, folder, calibration, history, records, last.answers)
