@@ -55,8 +55,7 @@ def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | 
     rows = {key: data.store.at(key, (ALL, columns))[places] for key in job.program.reads(run, job.world.rank)}
     rows[NUMBER] = source_B * job.workload.mini_batch + columns.start + places[1]
     optimizer, workload = job.config.optimizer, job.workload
-    num_in_iteration = workload.epochs * workload.num_mini_batches
-    num_steps = job.config.iterations * num_in_iteration
+    num_steps = job.config.iterations * workload.epochs * workload.num_mini_batches
     rate = learning_rate(
         number,
         peak=optimizer.lr[call.model],
@@ -65,9 +64,7 @@ def begin(job: Job, call: Train, run: Run, data: Iteration) -> "OptimizerStep | 
         decay=optimizer.schedule,
         least=optimizer.min_lr_ratio,
     )
-    lag_steps = data.lag * round(num_in_iteration * data.before.get(call.model + STEPS_MADE, 1.0))
-    of_data = data.meter, data.stopped, data.lag, lag_steps, data.made.get(call.model, 0)
-    step = OptimizerStep(job, call, run, job.models.engines[call.model], rows, rate, *of_data, number=number)
+    step = OptimizerStep(job, call, run, job.models.engines[call.model], rows, rate, data, number=number)
     if not step.divisor:
         step.log(0.0)
         return None
@@ -90,11 +87,7 @@ class OptimizerStep(Passes):
         engine: TrainEngine,
         rows: Rows,
         rate: float,
-        meter: Meter,
-        stopped: set[str],
-        lag: int = 0,
-        lag_steps: int = 0,
-        done: int = 0,
+        data: Iteration,
         *,
         number: int = 0,
     ):
@@ -102,15 +95,12 @@ class OptimizerStep(Passes):
 
         rows: this rank's part of the mini-batch.
         rate: the learning rate.
-        stopped: models whose further steps are skipped, to which this step may add its own.
-        lag: as in Iteration.
-        lag_steps: optimizer steps between sampling the rows and the beginning of training on them.
-        done: optimizer steps since then. Neither counts steps that were left out.
+        data: of the iteration, in which the model's further steps may be stopped.
         number: of the step, for dropout.
         """
         super().__init__(job, call, run, engine.model, [])
-        self.engine, self.rate, self.stopped, self.lag = engine, rate, stopped, lag
-        self.lag_steps, self.done = lag_steps, done
+        self.engine, self.rate, self.data, meter = engine, rate, data, data.meter
+        self.done = data.made.get(call.model, 0)  # optimizer steps of the iteration before this one
         self.reports = job.layout(call).reports(job.world.rank)
         self.meter = meter if self.reports else Meter()  # another rank reports the rows
         self.route_meter = meter if self.model.parallel.shard.tp_index == 0 else Meter()  # a stage reports its layers
@@ -178,7 +168,7 @@ class OptimizerStep(Passes):
                 old_BG, new_BG = rows[self.call.drawn], outputs[LOGPROBS].detach()
                 tokens_BG, mask_BG = rows[self.call.responses[0]], mask_of(rows, self.call.responses[0])
                 if self.job.program.placement.ahead:  # the gate was where they were drawn
-                    log_lag(old_BG, new_BG, mask_BG, self.meter, self.lag)
+                    log_lag(old_BG, new_BG, mask_BG, self.meter, self.data.lag)
                 else:
                     corrected = corrects(self.call)
                     parity_gate(self.job.config, old_BG, new_BG, tokens_BG, mask_BG, self.meter, corrected=corrected)
@@ -191,7 +181,10 @@ class OptimizerStep(Passes):
         """Returns the arguments of a loss that interpolates old logprobs (importance.proximal)."""
         if not self.call.loglinear:
             return {}
-        return {LAG_SHARE: self.lag_steps / (self.lag_steps + self.done) if self.lag_steps else 0.0}
+        workload, made = self.job.workload, self.data.before.get(self.call.model + STEPS_MADE, 1.0)
+        # between sampling the rows and the beginning of training on them; steps that were left out do not count
+        num_steps = self.data.lag * round(workload.epochs * workload.num_mini_batches * made)
+        return {LAG_SHARE: num_steps / (num_steps + self.done) if num_steps else 0.0}
 
     def backward(self, index: int, received_nD: Tensor | None = None) -> Tensor | None:
         """Implements `Passes.backward`."""
@@ -203,7 +196,7 @@ class OptimizerStep(Passes):
         router_losses.log(self.routes, self.route_meter)
         self.log(self.engine.update(lr=self.rate))
         if self.should_stop():
-            self.stopped.add(self.call.model)
+            self.data.stopped.add(self.call.model)
 
     def log(self, grad_norm: float) -> None:
         """Counts the step's sums."""

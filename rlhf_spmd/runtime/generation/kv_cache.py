@@ -2,7 +2,6 @@
 
 # L layers of this stage, n blocks, K key-value heads of this tp slice, s tokens of a block, d head_dim
 
-import math
 from collections.abc import Sequence
 
 import psutil
@@ -30,7 +29,7 @@ class KVCache:
         self.first_layer, self.block_size = layers.start, block_size
         # On a CPU zeros: a masked slot has weight 0, but 0 x an uninitialised NaN is NaN. The kernels of a GPU load no
         # slot beyond a row's length, and clearing most of its memory would take 20 ms for each engine.
-        self._memory = scratch(device).take(2 * math.prod(shape) * model.dtype.itemsize, is_cache=True)
+        self._memory = scratch(device).take(num_blocks * block_size * token_bytes(model), is_cache=True)
         self.keys_LnKsd, self.values_LnKsd = self._memory.view(model.dtype).view(2, *shape)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from rlhf_spmd.plan.workload import ModelShape, Workload
 from rlhf_spmd.runtime.engines.adamw import EngineOptions
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
-from rlhf_spmd.runtime.execute.iteration import Rows, sequences_of
+from rlhf_spmd.runtime.execute.iteration import Iteration, Rows, Store, sequences_of
 from rlhf_spmd.runtime.execute.job import Job, RunState
 from rlhf_spmd.runtime.execute.optimizer_step import OptimizerStep
 from rlhf_spmd.runtime.execute.page_functions import read_output
@@ -41,7 +42,6 @@ from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.profile.clock import Clock
 from rlhf_spmd.runtime.profile.measured_sizes import Grid, rows_up_to
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
-from rlhf_spmd.runtime.world.metric_sums import Meter
 from rlhf_spmd.runtime.world.world import World
 
 FEW, MANY = 1, 3  # layers of the measured models
@@ -125,7 +125,8 @@ class TimedModel:
         num, program = len(rows[self.call.prompts]), self.job.program
         workload = replace(program.workload, mini_batch=num, micro_batch=num)
         job = replace(self.job, program=replace(program, workload=workload))
-        step = OptimizerStep(job, self.call, run, engine, rows, rate=1e-9, meter=Meter(), stopped=set())
+        data = Iteration.of_rows(0, 0, np.zeros((1, num), int), Store(workload, {}, self.world.device))
+        step = OptimizerStep(job, self.call, run, engine, rows, 1e-9, data)
         if update:
             engine.begin()
             step.log(engine.update(lr=step.rate))

@@ -6,7 +6,7 @@ its last rank has arrived (plan/cost/forecast_summary.py), and waits between pip
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rlhf_spmd.config.forecast_options import PROMPT_LENGTH, measured
@@ -73,7 +73,7 @@ class Compared:
     calibration: str
     scaled_by: float | None
     why_not: str = ""
-    episodes: tuple[Answers, Answers] | None = None  # how they were forecast to be answered, and how they were
+    episodes: Mapping[str, Answers] = field(default_factory=dict)  # how they were "forecast" to be answered; "measured"
 
     @property
     def whole(self) -> CallSeconds:
@@ -83,16 +83,15 @@ class Compared:
     def to_json(self) -> dict[str, Any]:
         """Returns the comparison as JSON-able values."""
         values = asdict(self)
-        episodes = values.pop("episodes")
-        return values | ({"episodes": dict(zip(("forecast", "measured"), episodes, strict=True))} if episodes else {})
+        return values if self.episodes else {name: value for name, value in values.items() if name != "episodes"}
 
     @property
     def notes(self) -> list[str]:
         """For the end of a run: why there is no forecast; how episodes were answered, beside the forecast."""
         notes = [f"no forecast beside the measured time: {self.why_not}"] if self.why_not else []
-        if self.episodes is not None:
-            forecast, measured = (_of_answers(one) for one in self.episodes)
-            notes.append(f"episodes, measured: {measured}; forecast: {forecast}")
+        if self.episodes:
+            texts = {name: _of_answers(answers) for name, answers in self.episodes.items()}
+            notes.append(f"episodes, measured: {texts['measured']}; forecast: {texts['forecast']}")
         return notes
 
 
@@ -141,7 +140,7 @@ def compare(
     seconds = {name: statistics.median(one[name] for one in measured) for name in forecast_s if measured}
     shown = {name: None if found.why_not else s for name, s in forecast_s.items() if s > 0 and name in seconds}
     rows = [CallSeconds(name, s, seconds[name]) for name, s in shown.items()]
-    episodes = (expected, answers) if expected is not None and answers is not None else None
+    episodes = {"forecast": expected, "measured": answers} if expected and answers else {}
     scaled_by = None if found.why_not else here.makespan_s / as_given_s
     return Compared(rows, found.calibration.name, scaled_by, found.why_not, episodes)
 

@@ -17,9 +17,8 @@ from rlhf_spmd.model.texts.turns import NO_END, TurnJoins
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
+from rlhf_spmd.runtime.data.readers import SOURCE
 from rlhf_spmd.runtime.rewards.function import source_file
-
-SOURCE = "data_source"  # the column that names where a prompt is from
 
 
 def check_responses_end(config: Config, eos_ids: Sequence[int]) -> None:
