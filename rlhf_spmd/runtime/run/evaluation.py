@@ -105,7 +105,7 @@ class Evaluation:
         name, num = call.outputs[0], self.job.workload.rollout_batch
         name = f"{name.removesuffix('s')}_{function}" if function else name
         scores = numbers.get(name, np.full(num, np.nan)).reshape(num, -1)[:, :: self.job.workload.episode_rows]
-        return _measured(self.job, self.sources, scores, f"{function}/" if function else "")
+        return score_metrics(self.job, self.sources, scores, f"{function}/" if function else "")
 
     def _metrics(self, measured: Mapping[str, float], answers: Sequence[Mapping]) -> dict[str, float | str]:
         """Returns the metrics of one evaluation. measured: those of the scores."""
@@ -120,7 +120,7 @@ class Evaluation:
         return metrics
 
 
-def _measured(job: Job, sources: Sequence[str], scores: np.ndarray, before: str = "") -> dict[str, float]:
+def score_metrics(job: Job, sources: Sequence[str], scores: np.ndarray, before: str = "") -> dict[str, float]:
     """Returns the metrics of scores, with pass@k where it is asked for or says something; none without a prompt.
 
     sources: of the prompts.
@@ -142,7 +142,7 @@ def _measured(job: Job, sources: Sequence[str], scores: np.ndarray, before: str 
 
 
 def wants_passes(config: Config, before: str = "") -> bool:
-    """Returns whether pass@k is asked for, whatever the scores are. before: as in _measured."""
+    """Returns whether pass@k is asked for, whatever the scores are. before: as in score_metrics."""
     return config.eval.right_at != 1.0 or config.checkpoint.best.startswith(f"{before}{PASS}")
 
 

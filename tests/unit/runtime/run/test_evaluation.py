@@ -5,19 +5,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlhf_spmd.runtime.execute.response_hashes import ROW
-from rlhf_spmd.runtime.run.evaluation import Evaluation
+from rlhf_spmd.runtime.run.evaluation import score_metrics
 
 
 def metrics_of(*scores: float, right_at: float = 1.0, best: str = "") -> dict:
     """Returns the metrics of one prompt with these scores."""
-    workload = SimpleNamespace(rollout_batch=1, samples_per_prompt=len(scores))
     config = SimpleNamespace(eval=SimpleNamespace(right_at=right_at), checkpoint=SimpleNamespace(best=best))
-    job = SimpleNamespace(program=SimpleNamespace(workload=workload), config=config)
-    evaluation = SimpleNamespace(job=job, scores=True, sources=[""])
     scored = np.array([scores], np.float32).astype(float)
-    answer = {"sums": {}, "maxima": {}, "minima": {}, "rows": np.zeros(0, ROW)}
-    return Evaluation._metrics(evaluation, scored, [answer])
+    return score_metrics(SimpleNamespace(config=config), [""], scored)
 
 
 def test_right_at_is_compared_in_the_precision_of_scores():
