@@ -102,7 +102,6 @@ class Rollouts:
         job, workload, call = self.job, self.job.workload, self.call
         shapes = workload.workflow.shapes
         values = {key: data.store.at(key, (ALL, self.columns)).cpu().numpy() for key in keys}
-        records = job.prompts.records
         for m, column in product(range(len(data.prompt_MC)), range(self.columns.start, self.columns.stop)):
             if data.prompt_MC[m, column] < 0:  # a place without a row
                 continue
@@ -122,13 +121,12 @@ class Rollouts:
                 self.actions in of_row and not of_row[self.actions].any()
             )  # then numbers of the row mean nothing
             row |= {name: None if is_dropped else _number(values_MC[m, column]) for name, values_MC in numbers.items()}
-            (record,) = records([index])
+            (record,) = job.prompts.records([index])
             if self.actions in of_row:
                 drawn = (of_row[self.actions][:num_tokens] > 0).tolist()
                 row |= {self.end: REASONS[int(numbers[self.end][m, column])], DRAWN: [int(one) for one in drawn]}
                 if job.environments is not None:
-                    whole = dict.fromkeys(job.prompts.column_names) | record
-                    row[TURNS] = job.environments.transcript(whole, tokens[call.responses[0]], drawn)
+                    row[TURNS] = job.environments.transcript(record, tokens[call.responses[0]], drawn)
             row |= {self._tokens(key): some for key, some in tokens.items()}
             for key, value in of_row.items():
                 if shapes[key] in ("token", "token+1") and key != self.actions:
