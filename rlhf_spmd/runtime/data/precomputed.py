@@ -43,7 +43,8 @@ def folder_of_parts(parent: str, config: Config, prompts: PromptSet, known: Know
     facts = [prompts.tokens_fingerprint(), config.dtype, *limits]
     for role in (call.model for call in calls_of(config)):
         files = config.files(role)
-        facts += [folder_fingerprint(Path(folder)) for folder in (files.folder, files.adapter) if folder]
+        for folder in map(Path, filter(None, (files.folder, files.adapter))):
+            facts.append(fingerprint(sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")])))
     return Path(parent) / FOLDER / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -102,8 +103,3 @@ def _read_part(path: Path, run: str) -> dict[str, np.ndarray]:
         raise UserError(
             f"{path} can't be read ({error}): remove it, and resume {run}, which computes it again"
         ) from None
-
-
-def folder_fingerprint(folder: Path) -> str:
-    """Returns a hash of the weights and descriptions in a model folder (files/reading.fingerprint)."""
-    return fingerprint(sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]))

@@ -33,13 +33,9 @@ class PromptOrder:
     shuffle: bool = True
     _epoch: dict[tuple[int, int], tuple[int, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        assert all(self.sizes) and len(self.weights) == len(self.sizes), (self.sizes, self.weights)
-
     def batch(self, iteration: int, rollout_batch: int) -> list[int]:
         """Returns the indices of the prompts of one iteration (from 0). It repeats no prompt where that can be avoided:
         within a set it does not, unless the set gives more prompts to an iteration than it has."""
-        assert iteration >= 0 and rollout_batch > 0, (iteration, rollout_batch)
         given, shares = self._given(iteration * rollout_batch), self._shares()
         files: list[int] = []
         after = list(given)

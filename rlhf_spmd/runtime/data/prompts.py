@@ -72,11 +72,7 @@ class PromptSet:
     hashes: dict[str, str] = field(default_factory=dict, repr=False, compare=False)  # known ones
 
     def __post_init__(self) -> None:
-        assert len(self.prompts) and len(self.prompts) == len(self.texts), (
-            "a prompt set needs prompts and a text for each"
-        )
         sizes = self.sizes if self.weights else (len(self.prompts),)  # without weights the files are one set
-        assert sum(self.sizes or sizes) == len(self.prompts), (sizes, len(self.prompts))
         object.__setattr__(self, "_order", PromptOrder(sizes, self.weights or (1.0,), self.seed, self.shuffle))
 
     def __len__(self) -> int:
@@ -148,7 +144,6 @@ def pad(prompts: Iterable[Sequence[int]], width: int | None = None) -> torch.Ten
     rows = [list(prompt) for prompt in prompts]
     longest = max(map(len, rows), default=0)
     width = longest if width is None else width
-    assert longest <= width, f"a prompt of {longest} tokens does not fit {width}"
     padded = [row + [PADDING] * (width - len(row)) for row in rows]
     return torch.tensor(padded, dtype=torch.int64).view(len(rows), width)
 

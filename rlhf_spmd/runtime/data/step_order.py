@@ -33,9 +33,6 @@ class StepOrder:
     _ends: list[int] = field(default_factory=list, repr=False, compare=False)  # steps up to the end of each epoch
     _last: dict[int, list[np.ndarray]] = field(default_factory=dict, repr=False, compare=False)  # of the newest epoch
 
-    def __post_init__(self) -> None:
-        assert self.lengths.max() <= self.most_tokens and self.most_rows > 0, (self.lengths.max(), self.most_tokens)
-
     def matrix(self, first: int, num: int) -> np.ndarray:
         """Returns the rows of some steps, int64 [num, most_rows], with NO_ROW in places that are not used. Those that
         are used are spread evenly, so that every data-parallel rank has its share."""

@@ -61,11 +61,8 @@ def kept_of(workload: Workload, rows: Mapping[str, Tensor], keys: Iterable[str])
 def sequences_of(call: LossCall, rows: Rows, dropout: tuple[int, float] | None = None) -> Sequences:
     """Returns the sequences of some rows; of two responses to a prompt, all first ones come before the second. dropout:
     of adapters, its seed and rate; the rows then have a NUMBER."""
-    prompts_BP, responses_BG = [rows[call.prompts]] * len(call.responses), [rows[key] for key in call.responses]
-    if (num := len(call.responses)) == 1:
-        made = Sequences.join(prompts_BP[0], responses_BG[0])
-    else:
-        made = Sequences.join(torch.cat(prompts_BP), torch.cat(responses_BG))
+    num = len(call.responses)
+    made = Sequences.join(torch.cat([rows[call.prompts]] * num), torch.cat([rows[key] for key in call.responses]))
     made = with_routes(made, rows.get(routes_of(call.responses[0])))
     if dropout is None:
         return made

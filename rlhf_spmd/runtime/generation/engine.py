@@ -119,7 +119,7 @@ class Engine:
         self._unread: list[tuple[list[Row], Tensor, Tensor]] = []  # what `_draw` told of rounds under way
         self._shares_answers = turns is not None and self.parallel.copy is not None  # in each round
         self._is_stuck = False  # until an answer comes
-        self._unopened: set[int] = set()  # requests whose prompts have not come
+        self.unopened: set[int] = set()  # requests whose prompts have not come
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # prompt key -> where the hidden_D of its last token is
         self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
         self._holes_H = known.columns_of_holes(mine, self.device)
@@ -152,7 +152,7 @@ class Engine:
             assert len(prompt) <= self.longest - most, (len(prompt), most, self.longest)
             if not prompt:
                 assert self.turns is not None, "only answers open rows"
-                self._unopened.add(number)
+                self.unopened.add(number)
             elif not self.requests.is_ended(number):
                 queued.append(Row(number, key, len(prompt), len(prompt) + num))
         # equal prompts are adjacent
@@ -160,14 +160,9 @@ class Engine:
         return numbers
 
     @property
-    def num_unopened(self) -> int:
-        """Rows whose prompts have not come."""
-        return len(self._unopened)
-
-    @property
     def is_idle(self) -> bool:
         """Whether no request is running or waiting."""
-        return not (self.scheduler.rows or self.scheduler.waiting or self.scheduler.outside or self._unopened)
+        return not (self.scheduler.rows or self.scheduler.waiting or self.scheduler.outside or self.unopened)
 
     @torch.inference_mode()
     def run(self, until: range | None = None, *, progress: Callable[[int, int], None] | None = None) -> None:
@@ -197,7 +192,7 @@ class Engine:
         number of tokens."""
         over: list[int] = []
         answers: list[Answer] = []
-        if self.scheduler.outside or self._unopened or self._shares_answers:
+        if self.scheduler.outside or self.unopened or self._shares_answers:
             over, answers = self._answers()
         ahead = self.runs_ahead and self.turns is None and not self.requests.has_stops and self.scheduler.has_room
         over += self._read(0) if self._unread and not ahead else []
@@ -239,8 +234,8 @@ class Engine:
         over: list[int] = []
         going_on: list[Answer] = []
         for answer in self.turns.episodes.answers(WAIT_S if self._is_stuck else 0.0):
-            if answer.row in self._unopened:
-                self._unopened.remove(answer.row)
+            if answer.row in self.unopened:
+                self.unopened.remove(answer.row)
                 over += self._opened(answer)
                 continue
             row = self.scheduler.outside[answer.row]

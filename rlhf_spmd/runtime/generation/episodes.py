@@ -121,7 +121,6 @@ class Turns:
         could be drawn after it."""
         episode = self._rows[answer.row]
         if answer.token_ids is None:
-            assert answer.reason in REASONS, answer
             episode.reason = answer.reason
         elif self._num_drawn(answer.row) >= self.max_new_tokens:
             episode.reason = DRAWN_OUT

@@ -79,7 +79,6 @@ class Requests:
         """Stores requests -> their numbers."""
         num, width = bits_RG.shape
         each = [sampling] * num if isinstance(sampling, Sampling) else list(sampling)
-        assert len(prompts) == num == len(each), (len(prompts), num, len(each))
         assert all(one.max_new_tokens <= width for one in each), "random bits are missing for some tokens"
         start = self.first + len(self.prompts)
         self.prompts += [list(prompt) for prompt in prompts]
@@ -147,7 +146,6 @@ class Requests:
     def results(self, numbers: range) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns responses_RG, logprobs_RG, support_RGK of requests that have ended."""
         part = slice(numbers.start - self.first, numbers.stop - self.first)
-        assert all(length is not None for length in self.lengths[part]), "some of these requests have not ended"
         responses_RG, logprobs_RG = self.responses_RG[part, :-1], self.logprobs_RG[part, :-1]
         lengths_R1 = torch.tensor(self.lengths[part], device=self.device)[:, None]
         after_RG = torch.arange(responses_RG.shape[1], device=self.device) >= lengths_R1

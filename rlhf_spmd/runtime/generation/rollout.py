@@ -131,7 +131,7 @@ class Rollout:
     def num_left(self) -> int:
         """How many responses have not ended."""
         scheduler = self.engine.scheduler
-        return len(scheduler.rows) + len(scheduler.waiting) + len(scheduler.outside) + self.engine.num_unopened
+        return len(scheduler.rows) + len(scheduler.waiting) + len(scheduler.outside) + len(self.engine.unopened)
 
     @property
     def is_over(self) -> bool:

@@ -54,9 +54,8 @@ def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
         whole = results[key].flatten(0, len(leading) - 1)
         if kept_B.dim():
             whole = whole.new_zeros(num_rows, *whole.shape[1:]).index_put((kept_B,), whole)
-        if joined > 1:
-            is_number = whole.dim() == 1
-            whole = whole.repeat_interleave(joined) if is_number else whole.unflatten(1, (joined, -1)).flatten(0, 1)
+        is_number = whole.dim() == 1
+        whole = whole.repeat_interleave(joined) if is_number else whole.unflatten(1, (joined, -1)).flatten(0, 1)
         data.store.at(key, place)[:] = whole.unflatten(0, shape)[:, own]
     if counts and run.consumer == job.program.placement.sites(call, workflow)[0]:
         for name, (total, weight) in log.items():
@@ -66,8 +65,6 @@ def compute(job: Job, call: Compute, run: Run, data: Iteration) -> None:
 def joined_rows(rows: Tensor, num: int) -> Tensor:
     """Joins every num neighbouring rows: their tokens [B, G] follow one another; of numbers [B], which they share, the
     first one remains."""
-    if num == 1:
-        return rows
     return rows[::num] if rows.dim() == 1 else rows.unflatten(0, (-1, num)).flatten(1, 2)
 
 
