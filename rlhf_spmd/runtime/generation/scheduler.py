@@ -319,9 +319,9 @@ class Scheduler:
             moved = [index for index in order if index >= num_left]
             order = [index if index not in gone else moved.pop() for index in range(num_left)]
             moves = [(one, to, self.num_cached(self.rows[one])) for to, one in enumerate(order) if one != to]
-            for source, to, _ in moves:
+            for source, _, _ in moves:
                 self.blocks.drop([source])
-                self.rows[source].blocks = self.blocks.take(1)  # the lowest: `to`
+                self.rows[source].blocks = self.blocks.take(1)  # the lowest, which is the gap
             for row in leaving:
                 (source,), row.blocks = row.blocks, [self.blocks.take_last()]
                 moves[:0] = [(source, row.blocks[0], row.base)] if row.blocks != [source] else []
