@@ -23,8 +23,8 @@ def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
     words = [f"models.actor={folder}", f"reward_function={tmp_path / 'r.py'}:f"]
     prompts = SimpleNamespace(fingerprints=lambda file: {f"prompts in {file}": "1"})
     calls = SimpleNamespace(workflow=SimpleNamespace(train_calls=()))
-    program, config = SimpleNamespace(workload=calls), presets.load("tiny", words)
-    job = SimpleNamespace(config=config, prompts=prompts, program=program, world=OneRank())
+    config = presets.load("tiny", words)
+    job = SimpleNamespace(config=config, prompts=prompts, workload=calls, world=OneRank())
     prepared = SimpleNamespace(job=job, evaluation=None)
     before = recorded.inputs(prepared)
     changes = {
