@@ -98,7 +98,9 @@ class Decoder:
             prefill = Prefill(lengths, self.cache, slots_N)
         if answered:
             more, cached, tables = zip(*answered, strict=True)
-            continued = self._continued(list(map(len, more)), cached, tables)
+            totals = [before + len(tokens) for before, tokens in zip(cached, more, strict=True)]
+            slots = slots_of(tables, totals, self.cache.block_size).to(self.device).split(totals)
+            continued = Continued(list(map(len, more)), self.cache, slots)
             prompts, lengths = [*more, *prompts], [*map(len, more), *lengths]
         context, places_A = Round(step, prefill, self.copies.joined, continued), None
         if prompts:
@@ -111,12 +113,6 @@ class Decoder:
         """Runs a pass, whose kernels are launched one by one."""
         hidden_ND = self.model.through_stages(tokens_N, context)
         return (hidden_ND if places_A is None else hidden_ND[places_A]) if self.model.parallel.is_last else None
-
-    def _continued(self, more: Sequence[int], cached: Sequence[int], tables: Sequence[Sequence[int]]) -> Continued:
-        """Returns the attention context of rows with some tokens in the cache that get more."""
-        totals = [before + new for before, new in zip(cached, more, strict=True)]
-        slots = slots_of(tables, totals, self.cache.block_size).to(self.device).split(totals)
-        return Continued(more, self.cache, slots)
 
     def _tables(self, num_rows: int) -> Tensor:
         """Returns the blocks of the first rows, int32 [B, M], on the device."""
