@@ -137,10 +137,18 @@ def _made_by(named: Any) -> Any:
 
 
 def _by_name(named: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns tools by their names. Raises UserError if several have the same."""
+    """Returns tools by their names. Raises UserError if several have the same, or for one that says that it must not be
+    called twice, which nothing can promise."""
     tools = dict(named)
     if len(tools) < len(named):
         raise UserError(f"several tools have the same name ({', '.join(tools)}): rename one")
+    for name, tool in named:
+        if getattr(getattr(tool, "cls", tool), "once", False):
+            raise UserError(
+                f"the tool {name} says once=True, but a resumed run, and an environment that is made anew, repeat "
+                "calls: let it do nothing for an rlhf_spmd.tools.episode_id() and a call that it has seen, and remove "
+                "`once`"
+            )
     return tools
 
 

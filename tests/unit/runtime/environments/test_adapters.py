@@ -115,6 +115,7 @@ REFUSED = {
     "class x:\n    def reset(self, rows): ...\n    def step(self, text): ...\n": r"asks for rows, which .*mean 'row'",
     "class x:\n    def env_response(self, messages): ...\n": "it calls the model itself",
     "async def x(args, sample, sampling_params): ...\n": "x calls the model itself",
+    "def x(a: int):\n    '''Does.'''\nx.once = True\n": "tool x says once=True, but a resumed run.*episode_id",
     "import no_such_module\n": "ModuleNotFoundError.*install no_such_module",
 }
 
