@@ -161,28 +161,3 @@ def test_estimate_advantages_puts_the_rules_together(changes):
         "used_score": (pytest.approx(float(used_B.sum())), len(used_B)),
         "used_score_sq": (pytest.approx(float(used_B.square().sum())), len(used_B)),
     }
-
-
-def test_row_05_scores_are_normalised_by_the_moments_so_far():
-    rows, moments = rows_of(), RunningMoments(4.0, 0.5, 16.0)  # mean 0.5, standard deviation 2
-    normal = OPTIONS | {"score_moments": moments, "normalize_scores": True}
-    found = advantages.estimate_advantages(**rows, **normal)
-    by_hand = rows | {"scores_B": (rows["scores_B"] - 0.5) / 2}
-    expected = advantages.estimate_advantages(**by_hand, **OPTIONS)
-    assert all(torch.equal(one, other) for one, other in zip(found[:2], expected[:2], strict=True))
-    used_B = rows["scores_B"][rows["ended_B"]]
-    assert float(found[2]["used_score"][0]) == pytest.approx(float(used_B.sum()))  # as they came
-    plain = advantages.estimate_advantages(**rows, **OPTIONS | {"score_moments": moments})
-    assert torch.equal(plain[0], advantages.estimate_advantages(**rows, **OPTIONS)[0])  # off: nobody reads them
-
-
-def test_row_08_whitening_over_the_batch():
-    """By the sums of all shares; the returns stay those of the advantages before."""
-    rows = rows_of()
-    advantages_BG, returns_BG, _ = advantages.estimate_advantages(**rows, **OPTIONS)
-    mask_BG = rows["mask_BG"]
-    shares = slice(0, 1), slice(1, 1), slice(1, 4)
-    sums = sum(advantages.estimate_advantages_sums(advantages_BG[own], mask_BG[own]) for own in shares)
-    white_BG, same_BG = advantages.estimate_advantages_finish(advantages_BG, returns_BG, mask_BG, sums)
-    torch.testing.assert_close(white_BG, advantages.whitened(advantages_BG, mask_BG, sums))
-    assert float(white_BG.sum()) == pytest.approx(0.0, abs=1e-9) and torch.equal(same_BG, returns_BG)

@@ -75,17 +75,6 @@ def test_schedules_are_those_of_transformers(least, peak):
             assert rate == pytest.approx(peak * theirs, rel=1e-12, abs=1e-18), (step, decay)
 
 
-def test_a_least_rate_in_closed_form():
-    for least in (0.0, 0.25):
-        rates = [
-            controllers.learning_rate(step, peak=2.0, num_steps=8, decay="cosine", least=least) for step in range(10)
-        ]
-        assert rates[4] == pytest.approx(2 * (least + (1 - least) / 2)) and rates[8:] == [2 * least] * 2
-        assert controllers.learning_rate(6, peak=2.0, num_steps=8, decay="linear", least=least) == pytest.approx(
-            2 * (least + (1 - least) / 4)
-        )
-
-
 def test_warm_up_as_a_share_is_rounded_up():
     """As by transformers, but of the share as it is written: 0.07 * 100 is above 7 in floating point."""
     shares = {(0.0, 40): 0, (0.03, 40): 2, (0.1, 40): 4, (0.1, 7): 1, (0.25, 1): 1, (0.07, 100): 7, (1e-5, 1000): 1}

@@ -19,22 +19,10 @@ from rlhf_spmd.algorithms.surrogates import (
 from rlhf_spmd.runtime.execute.optimizer_step import OptimizerStep
 from tests.folders import write_all
 from tests.runs import RunOf, load
+from tests.unit.algorithms.test_advantages import randn, random_mask, tensor
 
 EOS = 7
 NAN = float("nan")
-
-
-def tensor(*rows) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def randn(*shape, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def random_mask(num_rows: int, num_tokens: int, seed: int = 0) -> Tensor:
-    """Returns any mask, holes and empty rows included."""
-    return torch.rand(num_rows, num_tokens, generator=torch.Generator().manual_seed(seed)) < 0.6
 
 
 def with_one_more(x_BG: Tensor) -> Tensor:

@@ -7,13 +7,10 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.preferences import bradley_terry_loss, direct_preference_loss
+from tests.unit.algorithms.test_advantages import randn
 
 NAN = math.nan
 PAIRS, TOKENS = 5, 6
-
-
-def randn(*shape, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def masks(seed: int = 0, num_rows: int = PAIRS) -> Tensor:

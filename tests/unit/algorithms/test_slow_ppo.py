@@ -259,36 +259,3 @@ def test_invariant_2_any_split(num_shares, data):
     shares = [[row for row in range(7) if owners[row] == share] for share in range(num_shares)]
     batch = whiten(make_batch(rollouts, OPTIONS), shares)
     assert_same(fast_step(*models(), batch, shares, OPTIONS), expected)
-
-
-@given(st.integers(0, 1000))
-@settings(max_examples=15, deadline=None)
-def test_invariant_3_inserted_masked_tokens_change_nothing(seed):
-    """Rewards, advantages, whitening and losses with tokens in between that are not trained on (a tool's output)."""
-    rng = np.random.default_rng(seed)
-    num_rows, num_tokens, num_inserted = 3, 5, 4
-    shape = (num_rows, num_tokens)
-    columns = {n: torch.from_numpy(0.3 * rng.standard_normal(shape)) for n in ("new", "old", "ref", "v")}
-    columns["v_old"] = columns["v"] + 0.3
-    mask_BG = torch.ones(num_rows, num_tokens, dtype=torch.bool)
-    scores_B = torch.from_numpy(rng.standard_normal(num_rows))
-
-    def everything(columns: dict[str, Tensor], mask_BG: Tensor) -> list[Tensor]:
-        kl_BG = token_kl(columns["old"], columns["ref"], mask_BG)
-        rewards_BG = token_rewards(scores_B, kl_BG, mask_BG, kl_coef=0.2)
-        values_BG1 = with_one_more(columns["v_old"])
-        advantages_BG, returns_BG = gae(rewards_BG, values_BG1, mask_BG, gamma=0.9, lam=0.7)
-        white_BG = whitened(advantages_BG, mask_BG, moments(advantages_BG, mask_BG))
-        policy, _ = policy_loss(columns["new"], columns["old"], white_BG, mask_BG)
-        critic, _ = value_loss(with_one_more(columns["v"]), values_BG1, returns_BG, mask_BG)
-        return [policy, critic, rewards_BG[mask_BG], white_BG[mask_BG], returns_BG[mask_BG]]
-
-    slots = np.stack([np.sort(rng.permutation(num_tokens + num_inserted)[:num_tokens]) for _ in range(num_rows)])
-    where = (torch.arange(num_rows)[:, None], torch.from_numpy(slots))
-    wide_mask_BG = torch.zeros(num_rows, num_tokens + num_inserted, dtype=torch.bool)
-    wide_mask_BG[where] = True
-    wide = {n: torch.full(wide_mask_BG.shape, math.nan, dtype=torch.float64) for n in columns}
-    for name, x_BG in columns.items():
-        wide[name][where] = x_BG
-    for a, b in zip(everything(wide, wide_mask_BG), everything(columns, mask_BG), strict=True):
-        torch.testing.assert_close(a, b, **CLOSE)

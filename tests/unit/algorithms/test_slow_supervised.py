@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithms.likelihood import likelihood_loss
 from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config
@@ -162,9 +161,3 @@ class Adam:
             parameter.grad = grad
         torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self.adam.step()
-
-
-def test_tokens_that_are_not_learned_count_in_no_accuracy():
-    all_BG = torch.ones(2, 3, dtype=torch.bool)
-    _, sums = likelihood_loss(torch.zeros(2, 3), all_BG, all_BG, torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]))
-    assert sums["token_accuracy"] == (3, 3)

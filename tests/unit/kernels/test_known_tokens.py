@@ -1,7 +1,6 @@
 """Tokens that the first role's tokenizer lacks: never drawn, and without probability in every pass."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -39,21 +38,6 @@ def test_holes_are_not_drawn_and_have_no_mass(rules):
     if rules.get("temperature") != 0.0 and "top_p" not in rules:
         forced_BG = response_logprobs(model, batch, forward(model, batch), support_BGK, known=known, **again)
         torch.testing.assert_close(forced_BG, logprobs_BG, rtol=0, atol=3e-5)
-
-
-def test_entropy_and_logprobs_are_over_the_known_tokens():
-    model, known = make_model(), KnownTokens(VOCAB - 5, HOLES)
-    batch = Sequences.join(torch.tensor([[5, 6]]), torch.tensor([[8, 20, 1]]))
-    found = response_logprobs(
-        model, batch, forward(model, batch), temperature=0.7, eos_ids=(), min_new_tokens=0, known=known, entropy=True
-    )
-    logits = model.logits(model(torch.tensor([[5, 6, 8, 20, 1]])))[0, 1:4] / 0.7
-    logits[:, known.missing(VOCAB)] = -math.inf
-    probabilities = logits.log_softmax(-1)
-    expected = probabilities.gather(1, torch.tensor([[8], [20], [1]]))[:, 0]
-    entropy = -(probabilities.exp() * probabilities.masked_fill(probabilities.isinf(), 0.0)).sum(1)
-    torch.testing.assert_close(found[0][0], expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(found[1][0], entropy, rtol=0, atol=1e-5)
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------

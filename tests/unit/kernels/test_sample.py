@@ -90,18 +90,6 @@ def test_edges_of_the_blocks():
     assert drawn(logits_1V, bits_of([0.0]))[0].item() == 3
 
 
-def test_rows_are_independent():
-    """Batch size, neighbours and numpy or torch bits change no bit; no gradient is recorded."""
-    logits_BV, bits_B = random_logits(9, 1300).requires_grad_(), random_rows(9)
-    tokens_B, logprobs_B = drawn(logits_BV, bits_B.numpy(), 0.9)
-    for b in range(9):
-        token, logprob = drawn(logits_BV[b : b + 1], bits_B[b : b + 1], 0.9)
-        assert token == tokens_B[b] and logprob == logprobs_B[b]
-    assert not logprobs_B.requires_grad
-    empty_tokens, empty_logprobs = drawn(logits_BV[:0], bits_B[:0], 0.9)
-    assert empty_tokens.shape == empty_logprobs.shape == (0,)
-
-
 def test_broken_rows_stay_in_range():
     logits_BV = random_logits(4, 600)
     logits_BV[0, 5], logits_BV[1, 599], logits_BV[2] = torch.nan, torch.inf, -torch.inf

@@ -220,21 +220,6 @@ def test_extremes(monkeypatch, device, form, num_chunks):
         run(hidden_ND, weight_VD, tokens_N, temperature=0.0)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_banned_or_not_kept_gets_no_gradient(device, form):
-    hidden_ND = torch.ones(2, 1, device=device)
-    weight_VD = torch.zeros(9, 1, device=device, requires_grad=True)
-    tokens_N = torch.tensor([0, 1], device=device)
-    both_N = torch.tensor([True, True], device=device)
-    support_NK = torch.tensor([[0, 4, -1, -1], [1, 5, 6, 8]], device=device, dtype=torch.int32)
-    for options, zeros in (({"banned": ((2, 8), both_N)}, [2, 8]), ({"support_NK": support_NK}, [2, 3, 7])):
-        logprobs_N, entropy_N = FORMS[form](hidden_ND, weight_VD, tokens_N, **options, entropy=True)
-        (gradient_VD,) = torch.autograd.grad(logprobs_N.sum() + entropy_N.sum(), weight_VD)
-        assert (gradient_VD[:, 0] == 0).nonzero()[:, 0].tolist() == zeros
-        sizes = [7, 7] if "banned" in options else [2, 4]
-        torch.testing.assert_close(entropy_N, torch.tensor(sizes, device=device).log())
-
-
 def test_kernels_leave_memory_beyond_their_columns_alone(device):
     """Chunks are views into a wider buffer, and gradients overwrite the logits."""
     for num_columns in (1, 7, 4097):

@@ -85,26 +85,6 @@ def test_what_peft_wrote_is_read_and_written_again(theirs, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-def test_what_the_folders_hold():
-    """One of each kind, so that no folder is read as another one."""
-    read = {path.name: read_adapter(path) for path in FOLDERS}
-    targets = {name: config.targets for name, (config, _, _) in read.items()}
-    assert targets["peft-0.17-last-names"] == ("q_proj", "v_proj")
-    assert len(targets["peft-0.17-all-linear"]) == len(targets["peft-0.21-all-linear"]) == 14
-    assert targets["peft-0.17-some-layers"] == ("model.layers.1.self_attn.o_proj",)
-    assert targets["peft-0.21-expression"] == ("model.layers.0.self_attn.k_proj",)
-    for name in ("peft-0.17-reward", "peft-0.21-reward"):
-        config, _, saved = read[name]
-        assert config.head == "scalar" and {key: list(value.shape) for key, value in saved.items()} == {
-            "score.weight": [1, 16]
-        }
-    saved = read["peft-0.21-saved-modules"][2]
-    assert sorted(saved) == ["lm_head.weight", *(f"model.layers.{i}.input_layernorm.weight" for i in (0, 1))]
-    config, factors, _ = read["peft-0.21-rslora"]
-    assert [len(factors[f"model.layers.{i}.mlp.up_proj"][0]) for i in (0, 1)] == [3, 2]
-    assert config.scale_of("model.layers.1.mlp.down_proj") == 5 and config.scale_of(Q.format(0)) == 6 / 2
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

@@ -163,16 +163,6 @@ def test_samples_of_one_prompt_differ(sizes, overrides):
     assert num_same < 10  # short responses may agree by chance
 
 
-def test_seeds_and_iterations_have_their_own_tokens(overrides):
-    hashes = []
-    for seed in (0, 1):
-        run = RunOf(load(overrides, f"seed={seed}", "ppo.epochs=1"))
-        hashes += [run.iteration()["tokens_sha256"] for _ in range(2)]
-    assert len(set(hashes)) == 4
-    again = RunOf(load(overrides, "seed=1", "ppo.epochs=1"))
-    assert [again.iteration()["tokens_sha256"] for _ in range(2)] == hashes[2:]
-
-
 # ---- Guards ---------------------------------------------------------------------------------------------------------
 
 

@@ -160,16 +160,6 @@ def test_stop_texts_are_looked_for_before_the_next_round(monkeypatch):
     assert {left for left, _ in reads} == {0}
 
 
-def test_each_request_gets_what_it_would_get_alone():
-    model, num = make_model(), 12
-    prompts, bits_RG, sampling = make_prompts(num), draws(num), some_sampling(num)
-    together, _ = run(make_engine(model, max_sequences=5), prompts, bits_RG, sampling)
-    for i in range(num):
-        alone, _ = run(make_engine(model, max_sequences=1), prompts[i : i + 1], bits_RG[i : i + 1], sampling[i])
-        assert alone == together[i : i + 1]
-        assert sampling[i].min_new_tokens < len(alone[0]) <= sampling[i].max_new_tokens or len(alone[0]) == 1
-
-
 @pytest.mark.parametrize("block_size", [0, 3, 4])
 def test_samples_of_one_prompt_share_its_prefill(block_size, monkeypatch):
     model, num = make_model(), 12
