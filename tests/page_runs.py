@@ -1,6 +1,7 @@
 """Runs of a page as a user starts them, and what two runs must have in common."""
 
 import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ REALLOCATION = ("--strategy", "reallocation", "strategy.training_tp=2", "strateg
 PLACED = ("moved_bytes", "moved_messages", "parity_max_abs")  # what depends on the placement
 
 
-def trained(words: list[str], num_ranks: int, run: Path) -> Path:
+def trained(words: Sequence[str], num_ranks: int, run: Path) -> Path:
     """Returns the run folder of a training with these words of the command line."""
     _train([*words, "--runs", str(run.parent), "--name", run.name], num_ranks)
     return run
@@ -23,7 +24,7 @@ def resume(run: Path, num_ranks: int, *words: str) -> None:
     _train(["--resume", str(run), *words], num_ranks)
 
 
-def _train(words: list[str], num_ranks: int) -> None:
+def _train(words: Sequence[str], num_ranks: int) -> None:
     status, stdout, stderr = warm.shared().run(["train", *words], num_ranks if num_ranks > 1 else 0)
     assert status == 0, stdout + stderr
 
@@ -32,8 +33,12 @@ def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def timeless(run: Path) -> list[dict]:
-    return [{name: value for name, value in row.items() if name not in TIMED} for row in metrics(run)]
+def timeless(run: Path, timed: Collection[str] = TIMED) -> list[dict]:
+    return [{name: value for name, value in row.items() if name not in timed} for row in metrics(run)]
+
+
+def hashes(run: Path) -> list[str]:
+    return [row["tokens_sha256"] for row in metrics(run)]
 
 
 def weights(run: Path) -> list[float]:

@@ -16,6 +16,13 @@ LIMIT_S = 300.0
 TIMED_WITH_TOOLS = ("parity_max_abs", "parity_mean_abs", "answers", "tool_s", "tool_p95_s")
 
 
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 class Started:
     """A run under way in the folder, new or (--resume) resumed."""
 

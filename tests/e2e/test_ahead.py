@@ -1,7 +1,6 @@
 """Runs that draw one iteration ahead, as users start them: a resume has the bits of an uninterrupted run, since the
 batch in flight is in the checkpoint."""
 
-import json
 import os
 import shutil
 import signal
@@ -9,21 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.rows import TIMED
-from tests import warm
+from tests.page_runs import metrics, resume, timeless, trained
 from tests.started import Started, num_iterations, outcome
 
 BASE = ("--preset", "tiny", "--strategy", "separation", "strategy.ahead=1", "rollout_batch=16", "mini_batch=8")
 SMALL = ("iterations=3", "checkpoint.every=1", "checkpoint.keep=9", "num_samples=0", "rollouts.every=1")
-
-
-def trained(ranks: int, *words) -> tuple[int | None, str, str]:
-    return warm.shared().run(["train", *words], ranks)
-
-
-def rows(run: Path) -> list[dict]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
-    return [{name: value for name, value in row.items() if name not in TIMED} for row in found]
 
 
 def tensors(run: Path, iteration: int) -> list[bytes]:
@@ -33,10 +22,7 @@ def tensors(run: Path, iteration: int) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("ahead")
-    status, stdout, stderr = trained(2, *BASE, *SMALL, "--runs", folder, "--name", "whole")
-    assert status == 0, stdout + stderr
-    return folder / "whole"
+    return trained([*BASE, *SMALL], 2, tmp_path_factory.mktemp("ahead") / "whole")
 
 
 def interrupted(whole: Path, name: str, after: int) -> Path:
@@ -55,9 +41,8 @@ def test_a_resume_trains_the_batch_in_flight(whole):
         "drawn-0001.safetensors"
     }
     assert not list((whole / "checkpoints" / "iteration-000003").glob("drawn-*"))  # there is no next iteration
-    status, stdout, stderr = trained(2, "--resume", run)
-    assert status == 0, stdout + stderr
-    assert rows(run) == rows(whole) and len(rows(run)) == 3
+    resume(run, 2)
+    assert timeless(run) == timeless(whole) and len(timeless(run)) == 3
     assert tensors(run, 3) == tensors(whole, 3)
     files = [path.relative_to(whole) for path in (whole / "rollouts").rglob("*") if path.is_file()]
     assert files
@@ -77,10 +62,8 @@ def test_sigterm_saves_the_batch_in_flight(tmp_path):
     last = max((started.folder / "checkpoints").glob("iteration-*"))
     assert last.name == f"iteration-{reached:06d}" and list(last.glob("drawn-*"))
     more = f"iterations={reached + 1}"
-    for words in (["--resume", started.folder, more], [*options, more, "--runs", tmp_path, "--name", "alone"]):
-        status, stdout, stderr = trained(2, *words)
-        assert status == 0, stdout + stderr
-    assert outcome(started.folder) == outcome(tmp_path / "alone")
+    resume(started.folder, 2, more)
+    assert outcome(started.folder) == outcome(trained([*options, more], 2, tmp_path / "alone"))
 
 
 PARTIAL = ("partial_steps=6", "iterations=5", "seed=1")
@@ -88,26 +71,20 @@ PARTIAL = ("partial_steps=6", "iterations=5", "seed=1")
 
 @pytest.fixture(scope="module")
 def partial(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("partial")
-    status, stdout, stderr = trained(2, *BASE, *SMALL, *PARTIAL, "--runs", folder, "--name", "whole")
-    assert status == 0, stdout + stderr
-    return folder / "whole"
+    return trained([*BASE, *SMALL, *PARTIAL], 2, tmp_path_factory.mktemp("partial") / "whole")
 
 
 def test_a_resume_goes_on_with_responses_that_have_begun(partial):
     run = interrupted(partial, "resumed", 2)
-    status, stdout, stderr = trained(2, "--resume", run)
-    assert status == 0, stdout + stderr
-    assert rows(run) == rows(partial) and max(row.get("lag", 0) for row in rows(run)) > 2
+    resume(run, 2)
+    assert timeless(run) == timeless(partial) and max(row.get("lag", 0) for row in metrics(run)) > 2
     assert tensors(run, 5) == tensors(partial, 5)
 
 
 @pytest.mark.slow
 def test_a_resume_on_other_ranks_goes_on_with_the_same_tokens(partial):
     run = interrupted(partial, "on four ranks", 2)
-    status, stdout, stderr = trained(4, "--resume", run)
-    assert status == 0, stdout + stderr
+    resume(run, 4)
     names = "tokens_sha256", "lag", "lag_tokens", "held_groups", "prompts_used", "response_length"
-    assert [[row.get(name) for name in names] for row in rows(run)] == [
-        [row.get(name) for name in names] for row in rows(partial)
-    ]
+    found, wanted = ([[row.get(name) for name in names] for row in metrics(one)] for one in (run, partial))
+    assert found == wanted

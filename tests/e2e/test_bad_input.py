@@ -22,7 +22,7 @@ from tests.unit.model.adapters.test_merge import make_adapter
 LIMIT_S = 60.0  # for a hang
 PROMISED_S = 10.0  # of a rank's processor time: by the clock a job takes longer beside other tests
 NUM_RANKS = 2
-STARTED = ("the command line", "a checkpoint", "an exit in code of the user")  # kinds that are launched as by a user
+STARTED = ("the command line", "a checkpoint")  # kinds that are launched as by a user
 
 
 @dataclass(frozen=True)

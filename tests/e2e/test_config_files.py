@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.folders import write_all
+from tests.page_runs import timeless
 
-MACHINE = ("tflops", "mfu", "peak_bytes")  # metrics that depend on it
 STRATEGY = Path(__file__).parents[2] / "strategies" / "flattening.py"
 
 
@@ -28,19 +28,12 @@ def first(tmp_path_factory, warm) -> tuple[Path, str]:
     return folder / "runs" / "first", stdout
 
 
-def rows(run: Path) -> list[dict]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [
-        {key: value for key, value in row.items() if not key.endswith("_s") and key not in MACHINE} for row in found
-    ]
-
-
 def test_the_stored_configuration_gives_the_same_run(first, warm):
     run, _ = first
     words = ["--config", run / "config.json", "--runs", run.parent, "--name", "again"]
     status, stdout, stderr = warm.run(["train", *words])
     assert status == 0, stderr
-    assert rows(run.parent / "again") == rows(run)
+    assert timeless(run.parent / "again") == timeless(run)
     stored = [
         json.loads((run.parent / name / "config.json").read_text(encoding="utf-8")) for name in ("first", "again")
     ]

@@ -9,7 +9,7 @@ from rlhf_spmd import embedded
 from tests import warm
 from tests.folders import write_model
 
-NUM = 24
+NUM = 10
 ACTOR = embedded.path_of("actor")
 KEYS = ["prompt", "response", "num_tokens", "finish", "logprob"]
 STATUS = 2

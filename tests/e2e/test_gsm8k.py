@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.page_runs import metrics
 from tests.run_mpi import run_limited
 from tests.unit.house.test_documents import ROOT, blocks, commands
 
@@ -88,13 +89,13 @@ def test_the_first_try_of_the_page(folder, warm):
     words = command_for_two()
     assert words[:5] == ["mpirun", "-n", "2", "python", "-m"]
     assert words[5] == "rlhf_spmd"
-    command = ["env", "-C", str(folder), *warm.command(2), *words[6:]]
+    command = ["env", "-C", str(folder), *warm.command(2), *words[6:], "generation.max_new_tokens=24"]
     status, stdout, stderr = run_limited(command, limit_s=400.0)
     assert status == 0, stdout + stderr
     result = json.loads(stdout.splitlines()[-1])
     assert (result["ranks"], result["iterations"]) == (2, 2)
     run = folder / result["run_dir"]
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = metrics(run)
     table = {
         line.split("|")[1].strip() for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
     }

@@ -9,6 +9,7 @@ import pytest
 from rlhf_spmd.runtime.run.forecast_report import WHOLE
 from tests import warm
 from tests.folders import write_all
+from tests.page_runs import metrics
 from tests.unit.verbs.test_plan import CPU
 
 
@@ -54,7 +55,7 @@ def test_its_strategy_runs_again_with_the_same_tokens(planned, overrides, calibr
         json.loads((path / "program.json").read_text(encoding="utf-8")) for path in (folder, tmp_path / "again")
     )
     assert first["fingerprint"] == second["fingerprint"]
-    for one, other in zip(*map(metrics_of, (folder, tmp_path / "again")), strict=True):
+    for one, other in zip(*map(metrics, (folder, tmp_path / "again")), strict=True):
         assert one["tokens_sha256"] == other["tokens_sha256"]
 
 
@@ -64,9 +65,9 @@ def test_the_run_stands_beside_its_forecast(planned):
     found = json.loads((folder / "forecast.json").read_text(encoding="utf-8"))
     rows = {row["call"]: row for row in found["rows"]}
     assert found["calibration"] == "mine" and {"actor_generate", "actor_train", "critic_train", WHOLE} <= set(rows)
-    iterations = metrics_of(folder)
+    iterations = metrics(folder)
     for row in rows.values():
-        assert 0 < row["measured_s"] < max(metrics["iteration_s"] for metrics in iterations) + 1.0
+        assert 0 < row["measured_s"] < max(one["iteration_s"] for one in iterations) + 1.0
         assert row["forecast_s"] > 0
     assert rows[WHOLE]["measured_s"] >= rows["actor_generate"]["measured_s"]
 
@@ -83,10 +84,6 @@ def test_measurement_decides_where_there_are_ranks(overrides, calibration, tmp_p
     assert status == 0 and json.loads(stdout.splitlines()[-1])["ok"]
     status, _, stderr = start(2, "plan", *words, "--layout", "1x4", *overrides)
     assert status == 2 and "runs the plans on these 2 ranks, and 1x4 has others" in stderr
-
-
-def metrics_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 LAUNCHED = "the planner chooses every layout"  # on two ranks; the others on one

@@ -1,7 +1,6 @@
 """The library of products of a run: the first start measures, another one reads what it found; what each computes does
 not depend on the placement, and a resume goes on with it."""
 
-import json
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ import torch
 from rlhf_spmd.kernels.products import LIBRARIES
 from tests import warm
 from tests.folders import write_all
+from tests.page_runs import hashes
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 from tests.started import Started, outcome
 
@@ -74,8 +74,3 @@ def test_the_same_run_anywhere(tmp_path, library):
     job("--resume", tmp_path / "stopped", num_ranks=2)
     job(*words, "--name", "two", num_ranks=2)
     assert outcome(tmp_path / "stopped") == outcome(tmp_path / "two")
-
-
-def hashes(run: Path) -> list[str]:
-    rows = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [row["tokens_sha256"] for row in rows]

@@ -91,7 +91,10 @@ def test_two_types_of_devices(tmp_path):
     assert result["ok"] and result["rehearsed_s"][0] > 0.99 * result["forecast_s"]
 
 
-@pytest.mark.parametrize("own", [[], ["--algorithm", "grpo", "grpo.rounds=3", "grpo.drop_equal_groups=true"]])
+@pytest.mark.parametrize(
+    "own",
+    [pytest.param([], marks=pytest.mark.slow), ["--algorithm", "grpo", "grpo.rounds=3", "grpo.drop_equal_groups=true"]],
+)
 def test_one_iteration_ahead(own, tmp_path):
     """A first batch, steps, and a last batch; stages are rehearsed in their batch, and training beside drawing, of all
     rounds."""

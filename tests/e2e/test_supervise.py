@@ -12,6 +12,7 @@ import pytest
 from rlhf_spmd.runtime.failure.records import Record
 from rlhf_spmd.runtime.failure.supervise import exit_message
 from tests.run_mpi import environment_alone
+from tests.started import is_alive
 
 LIMIT_S = 60.0
 PREFIX = "rlhf_spmd: error: "
@@ -181,13 +182,6 @@ def test_a_supervisor_that_is_stopped_does_not_keep_the_job(is_done, monkeypatch
     assert process.returncode == (3 if is_done else 128 + signal.SIGKILL) and not is_alive(supervisor)
     assert told.startswith(f"rlhf_spmd: {'note' if is_done else 'error'}: the supervisor of rank "), told
     assert "did not end in 0 s after the work of its rank: it was killed" in told and told.count("\n") == 1, told
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_a_fatal_signal_is_told_with_its_place():

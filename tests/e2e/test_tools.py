@@ -14,10 +14,11 @@ from bench.rows import TIMED as OF_A_RUN
 from rlhf_spmd import embedded
 from rlhf_spmd.__main__ import main
 from tests import environments, warm
+from tests.page_runs import timeless
 from tests.run_mpi import mpi_command, mpi_environment
 
 WORDS = ("--preset", "tools", "num_samples=1")
-SMALL = ("iterations=2", "rollout_batch=8", "mini_batch=32", "eval.num_prompts=32", "eval.every=2")
+SMALL = ("iterations=2", "rollout_batch=4", "mini_batch=16", "eval.num_prompts=8", "eval.every=2")
 # What depends on seconds: so do the rows that are drawn together, and with them the last bits of the sampler's
 # logprobs, which only the parity gate reads.
 TIMED = (*OF_A_RUN, "parity_max_abs", "parity_mean_abs", "answers", "tool_s", "tool_p95_s")
@@ -62,8 +63,7 @@ def killed(ranks: int, place: str, run: Path, *words) -> None:
 
 
 def rows(run: Path) -> list[dict]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
-    return [{name: value for name, value in row.items() if name not in TIMED} for row in found]
+    return timeless(run, TIMED)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from rlhf_spmd.__main__ import main
 from rlhf_spmd.embedded import path_of
 from tests.folders import write_all
 from tests.noise import LIMIT, in_standard_errors
-from tests.page_runs import metrics
+from tests.page_runs import hashes, metrics
 from tests.unit.files.test_output import on_terminal
 
 RESULT_KEYS = {
@@ -79,7 +79,7 @@ def test_run_folder(finished):
     assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["rollout_batch"] == 24
     assert "def place(" in (folder / "strategy.py").read_text(encoding="utf-8")
     assert len(json.loads((folder / "program.json").read_text(encoding="utf-8"))["fingerprint"]) == 16
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = metrics(folder)
     assert [row["iteration"] for row in rows] == [0, 1]
     for row in rows:
         assert len(row["tokens_sha256"]) == 64
@@ -192,7 +192,7 @@ def samples(folder: Path) -> list[dict]:
 def test_a_run_in_bfloat16_learns_as_on_one_rank(overrides, warm, tmp_path):
     """Rounding lets tokens differ there (docs/numerics.md), but mean rewards lie no further apart than chance puts
     them."""
-    words = ["train", *overrides, "dtype=bfloat16", "iterations=6", "num_samples=0", "--runs", tmp_path]
+    words = ["train", *overrides, "dtype=bfloat16", "iterations=4", "num_samples=0", "--runs", tmp_path]
     found = []
     for ranks, strategy in ((0, "flattening"), (3, "separation")):
         status, _, stderr = warm.run([*words, "--strategy", strategy, "--name", strategy], ranks)
@@ -210,12 +210,11 @@ def test_a_strategy_file_and_a_reward_function(finished, overrides, warm, tmp_pa
     options = ["--strategy", str(tmp_path / "mine.py"), f"reward_function={tmp_path / 'r.py'}:f"]
     options += ["ppo.truncation=score", "strategy.ratio=1/3", "reward_function_mode=add", "iterations=1"]
     words = ["train", "--json", *overrides, *options, "--runs", tmp_path, "--name", "mine"]
-    status, stdout, stderr = warm.run(words, 5)
+    status, stdout, stderr = warm.run(words, 3)
     assert status == 0, stderr
     assert json.loads(stdout.splitlines()[-1])["strategy"] == "mine"
     assert hashes(tmp_path / "mine") == hashes(finished[2])[:1]  # another reward changes nothing before the first step
-    first = json.loads((finished[2] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    mine = json.loads((tmp_path / "mine" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    first, mine = metrics(finished[2])[0], metrics(tmp_path / "mine")[0]
     assert mine["score"] == pytest.approx(first["score"] + first["response_length"], abs=1.0)  # words, less the EOS
 
 
@@ -244,7 +243,3 @@ def test_a_stuck_rank_is_named(overrides, warm, tmp_path):
     assert stderr.count("rlhf_spmd: error:") == 1 and "Traceback" not in stderr, stderr
     for words in ("iteration 1", "actor_train", "ranks 0-2", "rank 1", "last reported", "reward_infer"):
         assert words in stderr, stderr
-
-
-def hashes(folder: Path) -> list[str]:
-    return [row["tokens_sha256"] for row in metrics(folder)]

@@ -114,6 +114,19 @@ def shared_folder(world):
 
 
 @pytest.fixture(scope="module")
+def written(world, shared_folder):
+    """Returns written(write), which is that folder with what `write(folder)` has written into it, on one rank."""
+
+    def by_one(write):
+        if world.rank == 0:
+            write(shared_folder)
+        world.barrier("the files")
+        return shared_folder
+
+    return by_one
+
+
+@pytest.fixture(scope="module")
 def made_once(request, world, shared_folder):
     """Returns made_once(names, make), which returns a folder with a file or folder of each name, made by
     `make(name, path)`.

@@ -16,7 +16,7 @@ from rlhf_spmd.runtime.generation.shared_episodes import HEADER, SIZE, SharedEpi
 from rlhf_spmd.strategies import flattening, separation
 from tests.folders import write_all
 from tests.mpi.test_invariance import TOLERANCE, error, with_groups
-from tests.runs import compiled, load
+from tests.runs import RunOf, compiled, load
 from tests.unit.runtime.execute.test_episodes import EOS_IDS, OPTIONS, a_run
 from tests.unit.runtime.generation.test_episodes import Scripted
 
@@ -62,22 +62,35 @@ PLACES = {
     "separation in both": partial(separation.place, generation_pp=2, generation_tp=2),
 }
 LEAST_RANKS = {"flattening in both": 4, "separation in slices": 4, "separation in stages": 4, "separation in both": 8}
-AT_TWO, AT_BOTH = ("flattening in slices", "flattening in stages"), ("staged",)  # ranks in `make test`; others at four
+# at so many ranks in `make test`; the others at four
+AT_TWO, AT_BOTH = ("flattening", "separation", "flattening in slices", "flattening in stages"), ("staged",)
 
 
 def marks_of(name: str) -> pytest.MarkDecorator:
     return pytest.mark.slow_at(5, 8) if name in AT_BOTH else pytest.mark.slow_at(4 if name in AT_TWO else 2, 5, 8)
 
 
+@pytest.fixture(scope="module")
+def alone(world, shared_folder):
+    """Returns the options of a run, and its metrics and responses on one rank."""
+    if world.rank:
+        return world.bcast(None, what="the run on one rank")
+    words = write_all(shared_folder, eos_token_ids=EOS_IDS)
+    run = a_run(words, seed=0, latest=3)
+    return world.bcast((words, run.iterations(), said_by(run)), what="the run on one rank")
+
+
+def said_by(run: RunOf) -> str:
+    """Returns the responses of all iterations, as text."""
+    return repr([sorted(responses.items()) for responses in run.responses])
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in PLACES])
-def test_episodes_are_those_of_one_rank(name, world, shared_folder, make_group):
+def test_episodes_are_those_of_one_rank(name, world, alone, make_group):
     place = PLACES[name]
     if " in " in name and (world.size < LEAST_RANKS.get(name, 2) or world.size % 2):
         pytest.skip("not on so many ranks")
-    words = write_all(shared_folder, eos_token_ids=EOS_IDS) if world.rank == 0 else []
-    words = world.bcast(words, what="the folders")
-    alone = a_run(words, seed=0, latest=3)
-    expected = alone.iterations()
+    words, expected, responses = alone
     program = compiled(load([*words, *OPTIONS]), world.size, place)
     assert [finding for finding in check(program) if finding.severity == "error"] == []
     runs = []
@@ -98,7 +111,7 @@ def test_episodes_are_those_of_one_rank(name, world, shared_folder, make_group):
             ):
                 assert error(metrics[name], of_one[name]) <= TOLERANCE, name
             assert of_one["actor_grad_norm"] > 0.01
-        assert run.responses == alone.responses
+        assert said_by(run) == responses
     for model in ("actor", "critic"):
         first, second = (run.weights(model) for run in runs)
         for name, weight in first.items():

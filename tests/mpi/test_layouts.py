@@ -32,11 +32,11 @@ from tests.edges import explain_flips
 from tests.folders import write_model, write_prompts
 from tests.mpi.test_invariance import (
     EOS_IDS,
-    NOT_COMPARED,
     TOLERANCE,
-    error,
+    compare_metrics,
     load_run,
     save_run,
+    weight_error,
     weights_of,
     with_groups,
 )
@@ -212,12 +212,9 @@ def write_models(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(world, shared_folder):
+def folder(written):
     """Returns checkpoints with enough heads and layers for the largest grids."""
-    if world.rank == 0:
-        write_models(shared_folder)
-    world.barrier("the checkpoints")
-    return shared_folder
+    return written(write_models)
 
 
 def settings_of(folder: Path, config: str):
@@ -263,12 +260,8 @@ def test_equals_the_run_on_one_rank(placement, config, world, folder, alone, mak
 
     same = [m["tokens_sha256"] for m in history] == [m["tokens_sha256"] for m in expected_history]
     assert same, explain_flips(settings, run.responses)
-    worst_metric = 0.0
-    for metrics, expected in zip(history, expected_history, strict=True):
-        assert metrics.keys() == expected.keys()
-        for name in metrics.keys() - {"tokens_sha256", *NOT_COMPARED}:
-            worst_metric = max(worst_metric, error(metrics[name], expected[name]))
-            assert error(metrics[name], expected[name]) <= TOLERANCE, (name, metrics[name], expected[name])
+    worst_metric = compare_metrics(history, expected_history)
+    for metrics in history:
         assert metrics["parity_max_abs"] < 1e-4
         assert metrics["moved_bytes"] == sum(transfer.num_bytes for transfer in program.transfers)
         assert metrics["moved_messages"] == sum(transfer.num_messages for transfer in program.transfers)
@@ -278,10 +271,8 @@ def test_equals_the_run_on_one_rank(placement, config, world, folder, alone, mak
         train = program.workload.workflow.train_call(model)
         if world.rank in program.placement.layouts[train.name].ranks:
             state = whole_state(run.job.models, train)
-            for name, weight in (state or {}).items():
-                expected = expected_weights[f"{model}.{name}"]
-                difference = (weight - expected).abs() / expected.abs().clamp(min=1.0)
-                worst_weight = max(worst_weight, float(difference.max()))
+            found = {f"{model}.{name}": weight for name, weight in (state or {}).items()}
+            worst_weight = max(worst_weight, weight_error(found, expected_weights))
     worst = world.allgather([worst_metric, worst_weight], "differences")
     numbers = [max(column) for column in zip(*worst, strict=True)]
     if world.rank == 0:
@@ -293,9 +284,9 @@ def test_equals_the_run_on_one_rank(placement, config, world, folder, alone, mak
 
 
 def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tuple[dict, RunOf]:
-    """Runs one epoch in float64. Returns by model this rank's part of the first summed gradient, by parameter,
-    and the norm of the whole."""
-    settings = with_value(settings, "ppo.epochs", 1)
+    """Runs one mini-batch in float64. Returns by model this rank's part of the summed gradient, by parameter, and the
+    norm of the whole."""
+    settings = replace(with_value(settings, "ppo.epochs", 1), rollout_batch=settings.mini_batch)
     monkeypatch.setitem(rank_models.DTYPES, "float64", torch.float64)
     monkeypatch.setitem(parity_gate.PARITY_TOLERANCE, "float64", 1e-4)
     found, real = {}, flat_engine.FlatEngine._norm

@@ -31,11 +31,8 @@ SLOWED_S |= {GAINS[CHAIN][0]: 6.875, CHAIN: 4.925}
 
 
 @pytest.fixture(scope="module")
-def folder(world, shared_folder):
-    if world.rank == 0:
-        write_models(shared_folder)
-    world.barrier("the models")
-    return shared_folder
+def folder(written):
+    return written(write_models)
 
 
 @pytest.fixture

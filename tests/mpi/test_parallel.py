@@ -459,7 +459,7 @@ def drawn_alike(team, name: str, options: dict, prepare: Callable = lambda mine:
 @pytest.mark.ranks(2)
 @pytest.mark.slow_at()
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["tied", "biases"])
+@pytest.mark.parametrize("name", ["tied", pytest.param("biases", marks=pytest.mark.slow)])
 def test_recomputation_under_zero_3(world, make_group, cheap_garbage_collection, name, monkeypatch):
     """DeepSpeed gathers weights around a module's forward, which now also runs inside the backward pass; there the
     output layer reads its weight again where logits come in chunks."""

@@ -4,6 +4,7 @@ python tests/run_mpi.py 2 -- tests/mpi/test_routes.py
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,17 +51,14 @@ CONFIGS = {
     "router": ["experts.replay=false"],
     "losses": ["experts.balance_coef=0.5", "experts.z_coef=0.1", "micro_batch=3"],
 }
-CASES = [(name, "plain") for name in PLACEMENTS]
-CASES += [("stages", "recompute"), ("separation", "recompute"), ("data", "router")]
-CASES += [(name, "losses") for name in ("data", "slices", "stages")]
+CASES = [("data", "plain"), ("stages train", "plain"), ("stages", "recompute"), ("separation", "recompute")]
+CASES += [("data", "router"), ("data", "losses"), ("slices", "losses")]
+MORE = [*((name, "plain") for name in ("slices", "stages", "interleaving", "separation")), ("stages", "losses")]
 
 
 @pytest.fixture(scope="module")
-def folder(world, shared_folder):
-    if world.rank == 0:
-        write_all(shared_folder, eos_token_ids=EOS_IDS, **MIXTURE)
-    world.barrier("the checkpoints")
-    return shared_folder
+def folder(written):
+    return written(partial(write_all, eos_token_ids=EOS_IDS, **MIXTURE))
 
 
 def settings_of(folder: Path, config: str):
@@ -81,7 +79,9 @@ def alone(folder, made_once) -> dict[str, list[dict]]:
     return {name: json.loads((runs / name).read_text(encoding="utf-8")) for name in CONFIGS}
 
 
-@pytest.mark.parametrize(("placement", "config"), CASES)
+@pytest.mark.parametrize(
+    ("placement", "config"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
 def test_a_mixture_equals_the_run_on_one_rank(placement, config, world, folder, alone, make_group):
     settings = settings_of(folder, config)
     program = compiled(settings, world.size, PLACEMENTS[placement])

@@ -83,7 +83,7 @@ def test_weight_decay_on_some_weights(job, zero, on, bare):
 @pytest.mark.parametrize(("zero", "group"), [(0, "odd"), (1, "all"), (2, "one"), (3, "all")])
 def test_bfloat16_stays_close(job, group, zero):
     """Learning rates far below bfloat16's last digit add up in float32 masters; sums over micro-batches keep digits."""
-    steps, lr = 30, 3e-4
+    steps, lr = 30 if zero < 3 else 12, 3e-4
     trainee = Trainee(job, group, zero, clip=CLIP, num_micro=2, lr=lr, dtype=torch.bfloat16)
     for step in range(steps):
         trainee.step(step)

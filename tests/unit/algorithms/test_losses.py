@@ -76,7 +76,11 @@ def test_entropy_bonus():
     assert (after_BG > entropy_BG)[mask_BG].all()
 
 
-@pytest.mark.parametrize("sampling", [[], ["generation.top_k=9", "generation.min_new_tokens=3"]], ids=["all", "kept"])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param([], marks=pytest.mark.slow), ["generation.top_k=9", "generation.min_new_tokens=3"]],
+    ids=["all", "kept"],
+)
 def test_entropy_in_a_run(sampling, tmp_path):
     """Logged with the option alone; a tiny bonus changes no loss, a large one keeps the entropy up."""
     overrides = write_all(tmp_path, eos_token_ids=(1, 2, 3))

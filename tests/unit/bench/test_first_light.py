@@ -12,6 +12,7 @@ from bench.first_light import facts, first_light
 from bench.first_light.steps import GPU, STEPS, TWO_GPUS, Step
 from bench.rows import read_rows
 from tests.run_mpi import REPOSITORY
+from tests.started import is_alive
 
 PLANTS = "tests.planted_steps"
 LIMIT_S = 300.0  # of a dry walk on a busy machine
@@ -28,14 +29,6 @@ def verdicts_of(folder: Path) -> dict[str, dict]:
 
 def rows_of(folder: Path) -> list[dict]:
     return read_rows(folder / "rows.jsonl")
-
-
-def is_alive(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 # ---- walks -----------------------------------------------------------------------------------------------------------

@@ -22,10 +22,13 @@ AGAIN = (
     Place("grpo+lora", "qwen2.5-7b", "1x8", "a100-40g-derived"),
     Place("ppo", "qwen2.5-32b", "1x1", "a100-80g-derived"),  # does not fit
 )
+QUICK = (AGAIN[0], AGAIN[3])
 COPIED = ("README.md", "docs/slurm.md", "docs/gsm8k.md", "slurm/env.sh")  # whose commands are for GPUs
 
 
-@pytest.mark.parametrize("place", AGAIN, ids=str)
+@pytest.mark.parametrize(
+    "place", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.slow) for one in AGAIN], ids=str
+)
 def test_rows_are_computed_again(place):
     kept = {name: one for name, one in ROWS[place].items() if name not in ABOUT}
     again = json.loads(json.dumps(row_of(place)))

@@ -20,7 +20,7 @@ TRITONS = re.search(r"^TRITONS := (.+)$", (ROOT / "Makefile").read_text(encoding
 @pytest.mark.parametrize(
     ("target", "dtypes"),
     [
-        ("90", ("bfloat16",)),
+        ("90", ("bfloat16", "--few")),
         *(pytest.param(one, ("bfloat16", "float32"), marks=pytest.mark.slow) for one in ("80", "90", "120")),
         pytest.param("gfx942", ("bfloat16",), marks=pytest.mark.slow),
     ],

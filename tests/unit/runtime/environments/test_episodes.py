@@ -148,37 +148,37 @@ def test_limits_end_an_episode(limits, reason, num_calls, world):
     assert reasons == [reason] and episodes.states[0].num_calls == num_calls
 
 
-def test_an_environment_of_trl_opens_the_prompt_and_gives_the_reward(world):
-    episodes = world("of_trl.py:Guess", rows_of(2, answer=7))
-    guesses = [CALL.format("guess", json.dumps({"number": one})) for one in (9, 7)]
-    ids, reasons, rewards = play(episodes, scripted(*guesses, "It is 7."))
-    assert "Go. Begin.<|im_end|>" in text_of(episodes, ids[0]) and ids[0] == ids[1]
-    assert reasons == ["completed"] * 2 and rewards == [[0.0, 0.0, 0.5]] * 2
+BY_STEPS = (
+    "<|im_start|>system\nCount.<|im_end|>\n<|im_start|>user\nGo.<|im_end|>\n<|im_start|>assistant\n"
+    "3<|im_end|>\n<|im_start|>user\nNo. 2 left.<|im_end|>\n<|im_start|>assistant\n4"
+)
+GUESSES = [CALL.format("guess", json.dumps({"number": one})) for one in (9, 7)]
+CHECKS = [CALL.format("check_answer", json.dumps({"answer": one})) for one in "34"]
+OF_VERL = {"tools_kwargs": {"check_answer": {"create_kwargs": {"ground_truth": "4"}}}}
 
 
-def test_an_environment_with_steps_answers_as_the_user(world):
-    episodes = world("of_skyrl.py:TurnsEnv", rows_of(1, reward_spec={"ground_truth": "4"}))
-    (ids,), reasons, rewards = play(episodes, scripted("3", "4"), is_cut=True)
-    assert text_of(episodes, ids) == (
-        "<|im_start|>system\nCount.<|im_end|>\n<|im_start|>user\nGo.<|im_end|>\n<|im_start|>assistant\n"
-        "3<|im_end|>\n<|im_start|>user\nNo. 2 left.<|im_end|>\n<|im_start|>assistant\n4"
-    )
-    assert reasons == ["tool_stopped"] and rewards == [[0.1, 1.0]]
-
-
-def test_an_agent_of_openrlhf_speaks_without_a_template(world):
-    episodes = world("of_openrlhf.py:AgentInstance", rows_of(1, label="4"))
-    (ids,), reasons, rewards = play(episodes, scripted("4?", "5"), is_cut=True)
-    assert text_of(episodes, ids) == "Go.4?\n\nHuman: 3\n\nAssistant: 5"
-    assert reasons == ["tool_stopped"] and rewards == [[1.0, 0.0]]
-
-
-def test_a_tool_of_verl(world):
-    given = {"check_answer": {"create_kwargs": {"ground_truth": "4"}}}
-    episodes = world("of_verl.yaml", rows_of(1, tools_kwargs=given))
-    calls = [CALL.format("check_answer", json.dumps({"answer": one})) for one in "34"]
-    _, reasons, rewards = play(episodes, scripted(*calls, "4"))
-    assert reasons == ["completed"] and rewards == [[-0.05, 0.0, 1.0]]
+@pytest.mark.parametrize(
+    ("spec", "columns", "turns", "says", "rewards"),
+    [
+        ("of_trl.py:Guess", {"answer": 7}, [*GUESSES, "It is 7."], "Go. Begin.<|im_end|>", [0.0, 0.0, 0.5]),
+        ("of_skyrl.py:TurnsEnv", {"reward_spec": {"ground_truth": "4"}}, ["3", "4"], BY_STEPS, [0.1, 1.0]),
+        (
+            "of_openrlhf.py:AgentInstance",
+            {"label": "4"},
+            ["4?", "5"],
+            "Go.4?\n\nHuman: 3\n\nAssistant: 5",
+            [1.0, 0.0],
+        ),
+        ("of_verl.yaml", OF_VERL, [*CHECKS, "4"], "Go.", [-0.05, 0.0, 1.0]),
+    ],
+)
+def test_environments_of_other_programs(spec, columns, turns, says, rewards, world):
+    """One of TRL opens the prompt, one of SkyRL answers as the user, and one of OpenRLHF speaks without a template."""
+    episodes, steps = world(spec, rows_of(2, **columns)), spec.startswith(("of_skyrl", "of_openrlhf"))
+    ids, reasons, found = play(episodes, scripted(*turns), is_cut=steps)
+    text = text_of(episodes, ids[0])
+    assert (text == says if steps else says in text) and ids[0] == ids[1]
+    assert reasons == ["tool_stopped" if steps else "completed"] * 2 and found == [rewards] * 2
 
 
 def test_several_environments_in_one_call(world):

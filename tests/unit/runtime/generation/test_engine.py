@@ -90,7 +90,7 @@ def ahead(monkeypatch) -> list[tuple[int, int]]:
     return reads
 
 
-@pytest.mark.parametrize("each", [False, True], ids=["alike", "all different"])
+@pytest.mark.parametrize("each", [pytest.param(False, marks=pytest.mark.slow), True], ids=["alike", "all different"])
 def test_rounds_launched_ahead_draw_the_same(each, monkeypatch):
     """By end of sequence and by length, with admissions, in every order of blocks; what is drawn after an end is not
     in the results, whose memory it has written to."""

@@ -99,11 +99,11 @@ def run(model, prompts, bits_RG, outside, **settings):
     return engine, responses_RG, logprobs_RG
 
 
-@pytest.mark.parametrize("shape", [SHAPES["llama"], SHAPES["window"]], ids=["llama", "window"])
-def test_rows_of_several_turns_equal_the_slow_twin_at_any_delay(shape):
+@pytest.mark.parametrize("name", ["llama", pytest.param("window", marks=pytest.mark.slow)])
+def test_rows_of_several_turns_equal_the_slow_twin_at_any_delay(name):
     """Tokens and logprobs, in batches and caches of any size: answers come back late, in any order, to rows that were
     moved, preempted or put last in the cache."""
-    model, num = make_model(**shape), 13
+    model, num = make_model(**SHAPES[name]), 13
     three = make_prompts(5, seed=3)
     prompts, bits_RG = [three[i % 5] for i in range(num)], random_responses(num, WIDTH)
     expected = [slow_episode(model, row, prompts[row], bits_RG[row]) for row in range(num)]
@@ -112,7 +112,7 @@ def test_rows_of_several_turns_equal_the_slow_twin_at_any_delay(shape):
     batch = Sequences.join(pad(prompts), pad([response for response, _, _ in expected], WIDTH))
     forced_RG = response_logprobs(model, batch, forward(model, batch), temperature=1.0, eos_ids=OFTEN, min_new_tokens=0)
     for name, settings in SETTINGS.items():
-        for seed, latest in ((0, 0), (1, 6), (2, 40)):
+        for seed, latest in ((1, 6), (2, 40)):
             outside = Scripted(seed, latest)
             engine, responses_RG, logprobs_RG = run(model, prompts, bits_RG, outside, **settings)
             actions_RG = engine.turns.actions(range(num))

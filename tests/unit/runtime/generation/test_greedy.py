@@ -21,8 +21,14 @@ SETTINGS = {
 # beyond the window of "mistral window" (5) and of the others; with "dynamic" rope, transformers turns all keys anew
 # as soon as a sequence grows beyond the context, which the cases here don't reach
 CACHELESS = ("mistral window 1",)  # transformers 5.23's cache keeps [-0:], everything, for a window of 1
-FEW = ("llama mqa tied", "mistral window 1", "qwen3 window", "gemma3", "granite", "longrope beyond", "olmo3")
-FEW += ("gpt_neox", "gpt2", "dynamic")  # of the others test_kv_attention.py sees what differs
+FEW = (
+    "llama mqa tied",
+    "mistral window 1",
+    "gemma3",
+    "longrope beyond",
+    "gpt2",
+    "dynamic",
+)  # of the others test_kv_attention.py sees what differs
 FAMILIES = [
     pytest.param(case, marks=[] if case in FEW else pytest.mark.slow)
     for case in CASES

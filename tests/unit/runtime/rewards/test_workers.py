@@ -12,6 +12,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.rewards.function import load_reward_function
 from rlhf_spmd.runtime.rewards.styles import Scored
 from rlhf_spmd.runtime.rewards.workers import RewardWorkers
+from tests.started import is_alive
 
 TIMEOUT_S = 1.0
 SOURCE = """
@@ -143,13 +144,6 @@ def test_a_response_that_takes_too_long(file, workers):
             time.sleep(0.01)
     assert len(pool.pool._workers) == 2 and {worker.process.pid for worker in pool.pool._workers} != before
     assert pool.score(ROWS.row(0)) == ([([1.0], {})], set())
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(
