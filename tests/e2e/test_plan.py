@@ -84,22 +84,3 @@ def test_measurement_decides_where_there_are_ranks(overrides, calibration, tmp_p
     assert status == 0 and json.loads(stdout.splitlines()[-1])["ok"]
     status, _, stderr = start(2, "plan", *words, "--layout", "1x4", *overrides)
     assert status == 2 and "runs the plans on these 2 ranks, and 1x4 has others" in stderr
-
-
-LAUNCHED = "the planner chooses every layout"  # on two ranks; the others on one
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--strategy", "auto", "strategy.zero=1"], LAUNCHED),
-        (["--calibration", "a100-80g"], "does not know devices of type cpu"),
-        (["--calibration", "nowhere.json"], "calibration nowhere.json: "),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input_is_told_once(overrides, words, message, tmp_path):
-    words = ["train", *words, "--runs", str(tmp_path), *overrides]
-    status, stdout, stderr = start(2 if message == LAUNCHED else 0, *words)
-    assert status == 2 and stdout == "" and not list(tmp_path.iterdir())
-    assert stderr.count("rlhf_spmd: error:") == 1 and message in stderr
