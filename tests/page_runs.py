@@ -29,12 +29,16 @@ def _train(words: Sequence[str], num_ranks: int) -> None:
     assert status == 0, stdout + stderr
 
 
-def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+def metrics(run: Path, file: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (run / file).read_text(encoding="utf-8").splitlines()]
 
 
-def timeless(run: Path, timed: Collection[str] = TIMED) -> list[dict]:
-    return [{name: value for name, value in row.items() if name not in timed} for row in metrics(run)]
+def timeless(run: Path, timed: Collection[str] = TIMED, file: str = "metrics.jsonl") -> list[dict]:
+    return [{name: value for name, value in row.items() if name not in timed} for row in metrics(run, file)]
+
+
+def evaluations(run: Path) -> list[dict]:
+    return timeless(run, file="evaluations.jsonl")
 
 
 def hashes(run: Path) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_tools import OWN, SLICES, THREE, WORDS, killed, rows, trained, weights_of
+from tests.page_runs import evaluations, hashes
 from tests.size_rules import REPOSITORY as ROOT
 
 AGENT = (*WORDS, f"environment={ROOT}/examples/agent.py:run", "reward_function=")
@@ -21,10 +22,6 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("agent")
     trained(2, *AGENT, *SMALL, "--runs", folder, "--name", "on-2", "rollouts.every=1", limit_s=300.0)
     return folder / "on-2"
-
-
-def tokens(run: Path) -> list[str]:
-    return [row["tokens_sha256"] for row in rows(run)]
 
 
 def test_an_agent_trains(run):
@@ -51,7 +48,7 @@ def test_an_agent_trains(run):
 def test_tokens_do_not_depend_on_ranks(run, ranks, own, tmp_path):
     words = ("--runs", tmp_path, "--name", "run", "environment_workers=2", *own)
     trained(ranks, *AGENT, *SMALL, *words, limit_s=300.0)
-    assert tokens(tmp_path / "run") == tokens(run)
+    assert hashes(tmp_path / "run") == hashes(run)
 
 
 @needs_openai
@@ -66,7 +63,7 @@ def test_clients_of_openai_get_the_same_tokens(run, own, tmp_path):
     (tmp_path / "own.py").write_text(source, encoding="utf-8")
     words = (*AGENT, f"environment={tmp_path}/own.py:run", *SMALL, "--runs", tmp_path, "--name", "own")
     trained(2, *words, limit_s=400.0)
-    assert tokens(tmp_path / "own") == tokens(run)
+    assert hashes(tmp_path / "own") == hashes(run)
 
 
 @pytest.mark.slow
@@ -87,6 +84,5 @@ def test_a_kill_at_any_place_leaves_the_same_bits(place, tmp_path):
 @pytest.mark.slow
 def test_the_whole_demo_learns(tmp_path):
     trained(4, *AGENT, "iterations=10", "--runs", tmp_path, "--name", "demo", limit_s=400.0)
-    text = (tmp_path / "demo" / "evaluations.jsonl").read_text(encoding="utf-8")
-    found = [json.loads(line) for line in text.split("\n")[:-1]]
+    found = evaluations(tmp_path / "demo")
     assert found[0]["mean@1"] <= 0.4 and found[-1]["mean@1"] >= 0.8

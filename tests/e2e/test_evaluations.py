@@ -9,9 +9,8 @@ import pytest
 
 from rlhf_spmd.config.evaluation_metrics import pass_at
 from tests.folders import WORDS, write_all
-from tests.page_runs import REALLOCATION, metrics, resume, trained
+from tests.page_runs import REALLOCATION, evaluations, metrics, resume, trained
 
-TIMES = ("generate_s", "evaluation_s")
 REWARD = """
 def length(prompts, responses):
     return [float(len(text.split()) >= 6) for text in responses]
@@ -34,14 +33,6 @@ def options(tmp_path_factory) -> list[str]:
     return [*write_all(folder), *sizes, "eval.temperature=0.9", "deadline_s=60"]
 
 
-def evaluations(run) -> list[dict]:
-    return [json.loads(line) for line in (run / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def timeless(run) -> list[dict]:
-    return [{name: value for name, value in row.items() if name not in TIMES} for row in evaluations(run)]
-
-
 @pytest.fixture(scope="module")
 def one_rank(options, tmp_path_factory):
     return trained(options, 1, tmp_path_factory.mktemp("one") / "run")
@@ -61,7 +52,7 @@ def test_the_verb_gives_the_numbers_of_training(one_rank, options, warm, tmp_pat
     words = [*options, f"models.actor={one_rank / 'actor'}", "--after", "4", "--out", tmp_path / "kept"]
     status, stdout, stderr = warm.run(["evaluate", "--json", *words], 2)
     assert status == 0, stderr
-    mine, theirs = json.loads(stdout.splitlines()[-1]), timeless(one_rank)[-1]
+    mine, theirs = json.loads(stdout.splitlines()[-1]), evaluations(one_rank)[-1]
     assert mine["tokens_sha256"] == theirs["tokens_sha256"]
     names = [name for name in theirs if "@" in name]
     assert [mine[name] for name in names] == pytest.approx([theirs[name] for name in names], rel=1e-6)
@@ -80,7 +71,7 @@ def test_a_resume_repeats_and_skips_none(options, one_rank, tmp_path):
     """Of a run without an evaluation before training, whose others are the same; the samples are written again."""
     words = [*options, "checkpoint.every=1", "checkpoint.keep=9", "checkpoint.best=mean@3", "eval.at_start=false"]
     whole = trained([*words, "rollouts.every=1", "rollouts.format=parquet"], 1, tmp_path / "whole")
-    hashes = [[row["tokens_sha256"] for row in timeless(run)] for run in (whole, one_rank)]
+    hashes = [[row["tokens_sha256"] for row in evaluations(run)] for run in (whole, one_rank)]
     assert hashes[0] == hashes[1][1:] and (whole / "best" / "actor").is_dir(), "the first one is the best so far"
     assert len(parts_of(whole)) == 4 + 2
     for kept in (1, 2):  # a run that ended before, and right after, an evaluation
@@ -92,7 +83,7 @@ def test_a_resume_repeats_and_skips_none(options, one_rank, tmp_path):
         for path in (half / "rollouts" / "iteration-000002").iterdir():
             path.rename(path.with_name("part-00009.parquet"))  # as from a run with more ranks
         resume(half, 1)
-        assert timeless(half) == timeless(whole) and parts_of(half) == parts_of(whole)
+        assert evaluations(half) == evaluations(whole) and parts_of(half) == parts_of(whole)
 
 
 @pytest.mark.slow
@@ -101,8 +92,8 @@ def test_one_that_was_left_out_is_made_up_for(options, one_rank, tmp_path):
     at a resume."""
     words = [*options, "checkpoint.every=1", "checkpoint.keep=9", "--strategy", "separation"]
     run = trained(words, 2, tmp_path / "run")
-    rows = timeless(run)
-    assert [row["tokens_sha256"] for row in rows] == [row["tokens_sha256"] for row in timeless(one_rank)]
+    rows = evaluations(run)
+    assert [row["tokens_sha256"] for row in rows] == [row["tokens_sha256"] for row in evaluations(one_rank)]
     shutil.rmtree(run / "checkpoints" / "iteration-000004")
     shutil.rmtree(run / "checkpoints" / "iteration-000003")
     lines = (run / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
@@ -110,7 +101,7 @@ def test_one_that_was_left_out_is_made_up_for(options, one_rank, tmp_path):
     resume(run, 2, "checkpoint.best=mean@3", "iterations=2")
     assert (run / "best" / "actor" / "config.json").is_file()
     resume(run, 2, "iterations=4")
-    assert timeless(run)[1:] == rows[1:]
+    assert evaluations(run)[1:] == rows[1:]
 
 
 def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(options, tmp_path):
@@ -187,7 +178,7 @@ def test_samples_on_disk_are_the_same_under_every_placement(placement, options, 
             for name, value in row.items():
                 is_number = isinstance(value, float | list)
                 assert value == (pytest.approx(other[name], rel=1e-4, abs=1e-5) if is_number else other[name]), name
-    for row, other in zip(timeless(many), timeless(one), strict=True):
+    for row, other in zip(evaluations(many), evaluations(one), strict=True):
         assert "length/pass@3" in row and row["length/mean@3"] == pytest.approx(row["score_length"]), "not the sum"
         assert row.pop("tokens_sha256") == other.pop("tokens_sha256")
         assert row == pytest.approx(other, rel=1e-5, abs=1e-5)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.page_runs import metrics
+from tests.page_runs import evaluations, metrics
 from tests.run_mpi import run_limited
 from tests.unit.house.test_documents import ROOT, blocks, commands
 
@@ -100,8 +100,8 @@ def test_the_first_try_of_the_page(folder, warm):
         line.split("|")[1].strip() for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
     }
     named = {name.strip(" `") for cell in table for name in cell.partition(" in ")[0].split(",")}
-    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [row["iteration"] for row in evaluations] == [0, 2]
-    assert named - rows[0].keys() - evaluations[0].keys() == set()  # the metrics that the page explains are there
+    held_out = evaluations(run)
+    assert [row["iteration"] for row in held_out] == [0, 2]
+    assert named - rows[0].keys() - held_out[0].keys() == set()  # the metrics that the page explains are there
     samples = (run / "samples.txt").read_text(encoding="utf-8")
     assert "How many" in samples and "<|im_start|>" not in samples  # what the user said, without the template

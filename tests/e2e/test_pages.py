@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.folders import WORDS, write_model
-from tests.page_runs import REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
+from tests.page_runs import REALLOCATION, assert_same, evaluations, metrics, resume, timeless, trained, weights
 
 PAGES = Path(__file__).parents[1] / "toy_pages"
 LR = {"given_responses": ("student",), "pairs": ("policy",), "group": ("actor",)}
@@ -119,6 +119,5 @@ def test_the_usual_page_of_the_documents(learns, warm, tmp_path):
     assert status == 0, stderr
     assert metrics(tmp_path / "runs" / "x")[-1]["actor_grad_norm"] > 0
     if learns:
-        rows = (tmp_path / "runs" / "x" / "evaluations.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-        before, after = (json.loads(row)["mean@1"] for row in rows)
+        before, after = (row["mean@1"] for row in evaluations(tmp_path / "runs" / "x"))
         assert after > before + 0.1

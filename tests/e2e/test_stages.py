@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.folders import WORDS, write_model
-from tests.page_runs import REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
+from tests.page_runs import REALLOCATION, assert_same, evaluations, metrics, resume, timeless, trained, weights
 
 SIZES = ("data.max_prompt=8", "generation.max_new_tokens=10", "rollout_batch=8", "mini_batch=4", "micro_batch=3")
 RUN = ("iterations=2", "deadline_s=100", "num_samples=0")
@@ -33,11 +33,6 @@ def words_of(folder: Path, page: str, model: Path, *more: str) -> list[str]:
     words = ["--algorithm", page, "--model", str(model), f"data.prompts={folder / 'rows.jsonl'}", *SIZES, *RUN, *more]
     held_out = [f"eval.prompts={folder / 'held_out.jsonl'}", "eval.every=1"]
     return words + (held_out if page != "ppo" else [])
-
-
-def evaluations(run: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
 
 
 def test_three_stages(folder, tmp_path):

@@ -14,7 +14,7 @@ from bench.rows import TIMED as OF_A_RUN
 from rlhf_spmd import embedded
 from rlhf_spmd.__main__ import main
 from tests import environments, warm
-from tests.page_runs import timeless
+from tests.page_runs import evaluations, timeless
 from tests.run_mpi import mpi_command, mpi_environment
 
 WORDS = ("--preset", "tools", "num_samples=1")
@@ -203,6 +203,5 @@ def test_environments_of_other_programs_get_the_same_tokens(tmp_path):
 @pytest.mark.slow
 def test_the_whole_demo_learns(tmp_path):
     trained(4, *WORDS, "--runs", tmp_path, "--name", "demo", limit_s=400.0)
-    text = (tmp_path / "demo" / "evaluations.jsonl").read_text(encoding="utf-8")
-    found = [json.loads(line) for line in text.split("\n")[:-1]]
+    found = evaluations(tmp_path / "demo")
     assert found[0]["mean@1"] <= 0.4 and found[-1]["mean@1"] >= 0.8

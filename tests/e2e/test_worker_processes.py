@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_spmd.runtime.failure.processes import below
 from tests.folders import write_all
-from tests.page_runs import metrics, timeless, trained, weights
+from tests.page_runs import evaluations, metrics, timeless, trained, weights
 from tests.run_mpi import mpi_command, mpi_environment
 
 LIMIT_S = 120.0
@@ -86,8 +86,7 @@ def test_a_late_response_of_the_only_function_has_the_score_of_late_ones(words, 
     num = int(options_of(tmp_path / "run")["rollout_batch"])
     assert row["reward_timeouts"] > 0
     assert row["score"] == pytest.approx(1.0 - 3.0 * row["reward_timeouts"] / num)
-    held_out = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    assert held_out["reward_timeouts"] == 1
+    assert evaluations(tmp_path / "run")[0]["reward_timeouts"] == 1
     assert json.loads(stdout.splitlines()[-1])["reward_timeouts"] == row["reward_timeouts"] + 2 * 1
 
 
