@@ -13,6 +13,17 @@ from rlhf_spmd.model.transformer import Transformer
 WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in "aeiou"]  # 60 words
 
 
+def given_rows(num: int) -> list[dict]:
+    """Returns rows of a prompt, a completion and a pair of responses."""
+    rows = []
+    for index in range(num):
+        words = [WORDS[(7 * index + 3 * place) % 60] for place in range(14)]
+        row = {"prompt": words[: 1 + index % 5], "completion": words[3 : 5 + index % 6]}
+        row |= {"chosen": words[2 : 4 + index % 4], "rejected": words[5 : 7 + index % 5]}
+        rows.append({name: " ".join(some) for name, some in row.items()})
+    return rows
+
+
 def write_tokenizer(folder: Path) -> None:
     """Writes a tokenizer with one token per word; ids 0 <s>, 1 </s>, 2 <unk>, then the words."""
     from tokenizers import Tokenizer, models, pre_tokenizers

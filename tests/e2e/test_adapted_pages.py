@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf_spmd.config import presets
-from tests.folders import WORDS, write_model
+from tests.folders import given_rows, write_model
 from tests.runs import RunOf
 
 SIZES = ("rollout_batch=8", "mini_batch=4", "micro_batch=4", "iterations=2", "data.max_prompt=8")
@@ -21,12 +21,7 @@ PAGES |= {"grpo": (*GROUPS, "grpo.kl_coef=0.01"), "rloo": GROUPS, "remax": (), "
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Returns models, and rows with the columns of all pages."""
-    folder, rows = tmp_path_factory.mktemp("adapted"), []
-    for index in range(24):
-        words = [WORDS[(7 * index + 3 * place) % len(WORDS)] for place in range(12)]
-        row = {"prompt": words[: 1 + index % 5], "completion": words[3 : 5 + index % 6]}
-        row |= {"chosen": words[2 : 4 + index % 4], "rejected": words[5 : 7 + index % 5]}
-        rows.append({name: " ".join(some) for name, some in row.items()})
+    folder, rows = tmp_path_factory.mktemp("adapted"), given_rows(24)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     write_model(folder / "lm", seed=1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.folders import WORDS, write_model
+from tests.folders import given_rows, write_model
 from tests.page_runs import REALLOCATION, assert_same, evaluations, metrics, resume, timeless, trained, weights
 
 PAGES = Path(__file__).parents[1] / "toy_pages"
@@ -30,11 +30,7 @@ FAST = {"given_responses": ("3 ranks",), "pairs": ("tp 2 and pp 2",), "group": (
 def options(tmp_path_factory) -> list[str]:
     """Returns models for any of the pages, and a data set with the columns of all."""
     folder = tmp_path_factory.mktemp("pages")
-    rows = []
-    for index in range(24):
-        words = [WORDS[(7 * index + 3 * place) % len(WORDS)] for place in range(12)]
-        row = {"prompt": words[: 1 + index % 5], "answer": words[3 : 5 + index % 6], "chosen": words[2 : 4 + index % 4]}
-        rows.append({name: " ".join(some) for name, some in (row | {"rejected": words[5 : 7 + index % 5]}).items()})
+    rows = [row | {"answer": row["completion"]} for row in given_rows(24)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     write_model(folder / "lm", seed=1)
     write_model(folder / "judge", head="scalar", seed=2)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.folders import WORDS, write_model
+from tests.folders import given_rows, write_model
 from tests.page_runs import REALLOCATION, assert_same, evaluations, metrics, resume, timeless, trained, weights
 
 SIZES = ("data.max_prompt=8", "generation.max_new_tokens=10", "rollout_batch=8", "mini_batch=4", "micro_batch=3")
@@ -17,12 +17,7 @@ RUN = ("iterations=2", "deadline_s=100", "num_samples=0")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    folder, rows = tmp_path_factory.mktemp("stages"), []
-    for index in range(20):
-        words = [WORDS[(7 * index + 3 * place) % 60] for place in range(14)]
-        row = {"prompt": words[: 1 + index % 5], "completion": words[3 : 5 + index % 6]}
-        row |= {"chosen": words[2 : 4 + index % 4], "rejected": words[5 : 7 + index % 5]}
-        rows.append({name: " ".join(some) for name, some in row.items()})
+    folder, rows = tmp_path_factory.mktemp("stages"), given_rows(20)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:7]), encoding="utf-8")
     write_model(folder / "base", seed=1)

@@ -32,7 +32,7 @@ from rlhf_spmd.runtime.run import recorded
 from rlhf_spmd.runtime.run.precompute import precompute
 from rlhf_spmd.runtime.run.prepare import prepare
 from rlhf_spmd.strategies import flattening
-from tests.folders import WORDS, write_model
+from tests.folders import given_rows, write_model
 from tests.mpi.test_invariance import (
     TOLERANCE,
     compare_metrics,
@@ -115,12 +115,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def folder(world, shared_folder):
     if world.rank == 0:
-        rows = []
-        for index in range(24):
-            words = [WORDS[(7 * index + 3 * place) % 60] for place in range(14)]
-            row = {"prompt": words[: 1 + index % 5], "completion": words[3 : 5 + index % 6]}
-            row |= {"chosen": words[2 : 4 + index % 4], "rejected": words[5 : 7 + index % 5]}
-            rows.append({name: " ".join(some) for name, some in row.items()} | {"margin": 0.25 * (index % 3)})
+        rows = [row | {"margin": 0.25 * (index % 3)} for index, row in enumerate(given_rows(24))]
         (shared_folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         for name, head, seed in (("actor", "lm", 1), ("reference", "lm", 3), ("reward", "scalar", 2)):
             write_model(shared_folder / name, head=head, seed=seed)

@@ -16,7 +16,7 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.model.hf import load_model
 from tests import slow_supervised as slow
-from tests.folders import WORDS, write_model
+from tests.folders import given_rows, write_model
 from tests.runs import RunOf
 from tests.trainee import noted_gradients
 
@@ -41,27 +41,10 @@ CASES = {
 ROWS = 12
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Limits torch to one thread: the models are tiny, and threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    folder, rows = tmp_path_factory.mktemp("supervised"), []
-    for index in range(ROWS):
-        words = [WORDS[(7 * index + 3 * place) % 60] for place in range(14)]
-        row = {
-            "prompt": words[: 1 + index % 5],
-            "completion": words[3 : 5 + index % 6],
-            "chosen": words[2 : 4 + index % 4],
-        }
-        row = {name: " ".join(some) for name, some in (row | {"rejected": words[5 : 7 + index % 5]}).items()}
-        rows.append(row | {"margin": 0.25 * (index % 3)})
+    folder = tmp_path_factory.mktemp("supervised")
+    rows = [row | {"margin": 0.25 * (index % 3)} for index, row in enumerate(given_rows(ROWS))]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     for name, head, seed in (("actor", "lm", 1), ("reference", "lm", 3), ("reward", "scalar", 2)):
         write_model(folder / name, head=head, seed=seed)

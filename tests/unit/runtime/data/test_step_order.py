@@ -13,7 +13,7 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import sequences
 from rlhf_spmd.runtime.data.step_order import StepOrder
-from tests.folders import WORDS, write_model
+from tests.folders import given_rows, write_model
 from tests.runs import RunOf
 
 
@@ -60,12 +60,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def write_rows(folder: Path, rows: range) -> Path:
-    path, lines = folder / f"rows-{rows.start}-{rows.stop}.jsonl", []
-    for index in rows:
-        words = [WORDS[(7 * index + 3 * place) % 60] for place in range(14)]
-        row = {"prompt": words[: 1 + index % 5], "completion": words[3 : 5 + index % 6]}
-        row |= {"chosen": words[2 : 4 + index % 4], "rejected": words[5 : 7 + index % 5]}
-        lines.append({name: " ".join(some) for name, some in row.items()})
+    path, lines = folder / f"rows-{rows.start}-{rows.stop}.jsonl", given_rows(rows.stop)[rows.start :]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 

@@ -17,7 +17,7 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.data.precomputed import has_all_parts
 from rlhf_spmd.runtime.run.precompute import precompute
 from rlhf_spmd.runtime.run.prepare import prepare
-from tests.folders import WORDS, write_model
+from tests.folders import given_rows, write_model
 from tests.runs import OneRank, RunOf, compiled
 
 KEYS = ("ref_chosen_logprobs", "ref_rejected_logprobs")
@@ -25,11 +25,7 @@ KEYS = ("ref_chosen_logprobs", "ref_rejected_logprobs")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    folder, rows = tmp_path_factory.mktemp("precompute"), []
-    for index in range(19):
-        words = [WORDS[(7 * index + 3 * place) % 60] for place in range(14)]
-        row = {"prompt": words[: 1 + index % 5], "chosen": words[2 : 4 + index % 4]}
-        rows.append({name: " ".join(some) for name, some in (row | {"rejected": words[5 : 7 + index % 5]}).items()})
+    folder, rows = tmp_path_factory.mktemp("precompute"), given_rows(19)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "others.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows[1:] + rows[:1]), encoding="utf-8"
