@@ -36,16 +36,10 @@ from rlhf_spmd.plan.norms import num_norms
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Load, Offload, Program, Run
-from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.strategies import flattening as flattening_strategy
 from rlhf_spmd.strategies import separation
-from tests.programs import make_workload, random_program
-
-
-def errors(program: Program) -> list[Finding]:
-    return [finding for finding in check(program) if finding.severity == "error"]
+from tests.programs import errors, make_workload, random_program
 
 
 def flattening(preset: str, layout: str, zero: int = 0) -> Program:
