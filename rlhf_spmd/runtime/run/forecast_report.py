@@ -203,6 +203,8 @@ def compared_run(
     if of_episodes is not None:  # environments open prompts, for example with a list of tools
         prompt = statistics.fmean(metrics[PROMPT_LENGTH] for metrics in history if PROMPT_LENGTH in metrics)
         lengths = (max(1, round(prompt)),) * len(lengths[1]), lengths[1]
+    if not lengths[1]:  # all responses go on (partial_steps)
+        return None
     compared = compare(job.program, found, records, lengths, of_episodes)
     if not compared.rows:  # no iteration had all calls
         return None

@@ -1,7 +1,9 @@
 """A run compared with its forecast."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rlhf_spmd.plan.cost.calibration import Machine
@@ -9,8 +11,9 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.workload import Answers
+from rlhf_spmd.runtime.execute.response_hashes import ROW
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand
-from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare
+from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, compared_run
 from tests.unit.plan.cost.test_seconds import example, machine
 
 HERE = Machine("p", "d", 2.0, 1, "t")
@@ -80,3 +83,11 @@ def test_episodes_stand_beside_their_forecast():
     measured, _, forecast_text = note.partition("; forecast: ")
     assert "3.5 turns" in measured and "2 turns with 48 tokens" in forecast_text and "0.3 s" in forecast_text
     assert not compare(program, hands, records, ((5,), (7,))).notes
+
+
+def test_a_run_whose_last_iteration_ends_no_response_is_not_compared(monkeypatch):
+    """With partial_steps all of them may go on."""
+    monkeypatch.setattr("rlhf_spmd.runtime.run.forecast_report.at_hand", lambda *_: AtHand(machine(), machine()))
+    prompts = SimpleNamespace(prompts=SimpleNamespace())
+    job = SimpleNamespace(world=SimpleNamespace(rank=0), config=None, program=example("flattening", 1), prompts=prompts)
+    assert compared_run(job, None, machine(), [{"iteration_s": 1.0}], [], [{"rows": np.zeros(0, ROW)}]) is None
