@@ -38,7 +38,7 @@ def load(*words: str, text: str = "", name: str = "run.yaml", folder=None):
 def test_iterations_that_read_every_row_as_often_as_asked(epochs, num_rows, rollout_batch, iterations):
     config = load(f"data.epochs={epochs}", f"rollout_batch={rollout_batch}", "mini_batch=1")
     assert in_iterations(config, num_rows).iterations == iterations
-    order = PromptOrder((num_rows,), (), seed=3)
+    order = PromptOrder((num_rows,), (1.0,), seed=3)
     read = Counter(row for number in range(iterations) for row in order.batch(number, rollout_batch))
     if epochs >= 1:
         assert len(read) == num_rows and min(read.values()) >= epochs

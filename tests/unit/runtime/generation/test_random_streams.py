@@ -65,7 +65,6 @@ def test_a_run_draws_from_its_streams(tmp_path, monkeypatch):
         return random_bits(seed, stream, iteration, *rows)
 
     monkeypatch.setattr("rlhf_spmd.runtime.execute.iteration.random_bits", noted)
-    monkeypatch.setattr("rlhf_spmd.runtime.run.samples.random_bits", noted)
     run = RunOf(load(write_all(tmp_path), "iterations=2", "seed=9"))
     before = sample_responses(run.job)
     run.iterations()

@@ -89,5 +89,8 @@ def test_a_run_whose_last_iteration_ends_no_response_is_not_compared(monkeypatch
     """With partial_steps all of them may go on."""
     monkeypatch.setattr("rlhf_spmd.runtime.run.forecast_report.at_hand", lambda *_: AtHand(machine(), machine()))
     prompts = SimpleNamespace(prompts=SimpleNamespace())
-    job = SimpleNamespace(world=SimpleNamespace(rank=0), config=None, program=example("flattening", 1), prompts=prompts)
+    program = example("flattening", 1)
+    job = SimpleNamespace(
+        world=SimpleNamespace(rank=0), config=None, program=program, workload=program.workload, prompts=prompts
+    )
     assert compared_run(job, None, machine(), [{"iteration_s": 1.0}], [], [{"rows": np.zeros(0, ROW)}]) is None
