@@ -36,7 +36,7 @@ LONG = [
 FORKED = (*IMPORTS, "pytest", PROGRAM)  # of the workers, and of the program in their tests
 DRIVERS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD and WSL
 SLOW_LIMIT_S = 3600  # for one slow test
-MOST_MINUTES, MOST_PROCESSOR_S = 12, 1200  # of all parts without --slow, on two cores with nothing beside them
+MOST_MINUTES, MOST_PROCESSOR_S = 15, 1500  # of all parts without --slow, on two cores with nothing beside them
 NUM_BUSY, MOST_BUSY_MINUTES = 6, 10  # processes beside all parts with --busy, and what these may take
 SEARCHES = "test_misfit or no_clock_decides"  # beside the mark: seconds once stopped these
 
