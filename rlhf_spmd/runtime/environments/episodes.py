@@ -126,14 +126,13 @@ class Episodes:
     def answers(self, wait_s: float) -> list[Answer]:
         """Returns the answers that have come back since; waits for so long at most if nothing has."""
         until_s = time.monotonic() + wait_s
-        now_s = -math.inf
-        while not self._ready and now_s < until_s:
+        is_over = False
+        while not is_over:
             now_s = time.monotonic()
-            least_s = self._end_late(now_s)
-            if not self._tickets:
-                break
-            if not self._ready:
+            least_s = self._end_late(now_s)  # also where answers are there already
+            if not self._ready and self._tickets:
                 self._take_answers(max(0.0, min(until_s, least_s) - now_s))
+            is_over = bool(self._ready) or not self._tickets or now_s >= until_s
         ready, self._ready = self._ready, []
         return ready
 

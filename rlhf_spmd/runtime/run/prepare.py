@@ -106,15 +106,13 @@ def prepare(
     copied = working_bytes(program, world.rank)["copies with adapters"] + packed_bytes(program, world.rank)
     notes += filter(None, (note, limit_packing(world, config, library, copied)))
     with world.together("reading the environment"):
-        if config.environment:
-            _check_groups(program, drops=config.episode.on_failure == "drop_group")
-        if evaluation is not None:
-            _check_groups(evaluation, "episode.rows, of eval.num_prompts as a mini-batch")
         environments = None
         if config.environment:
-            environments = RunEnvironments(
-                config, prompts.column_names, tokenizer, eos_ids, beat=lambda: world.watch.beat()
-            )
+            _check_groups(program, drops=config.episode.on_failure == "drop_group")
+            columns = prompts.column_names
+            environments = RunEnvironments(config, columns, tokenizer, eos_ids, beat=lambda: world.watch.beat())
+        if evaluation is not None:
+            _check_groups(evaluation, "episode.rows, of eval.num_prompts as a mini-batch")
         notes += _ends_of_answers(environments, config, prompts)
     job = Job(
         config,

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from rlhf_spmd.runtime.environments.episode_states import Row
 from rlhf_spmd.runtime.environments.episodes import Episodes, id_of, seed_of
 from rlhf_spmd.runtime.environments.renderer import renderer_of
 from rlhf_spmd.runtime.environments.workers import environment_workers
+from rlhf_spmd.runtime.generation.episodes import Answer
 from rlhf_spmd.runtime.workers.pool import WorkerPool
 from tests import environments
 from tests.templates import ENDS, HERE, STARTED, write_bytes_tokenizer
@@ -397,6 +399,19 @@ def test_an_episode_that_takes_too_long_ends_and_the_others_go_on(world):
     _, reasons, rewards = play(episodes, says)
     assert reasons == ["rollout_timeout", "completed", "completed"]
     assert rewards[0] == [0.0]
+
+
+def test_a_late_episode_ends_also_while_other_answers_are_there(world):
+    episodes = world("functions.py:TOOLS", rows_of(2), options={"timeout_s": 0.01})
+    episodes.openings()
+    (stop,), tokenizer = episodes.states[0].renderer.joins.stops, episodes.states[0].renderer.tokenizer
+    episodes.drew(0, [*tokenizer.encode(CALL.format("nap", '{"seconds": 5}'), special=False), stop])
+    time.sleep(0.02)
+    episodes._ready.append(Answer(1, None, "completed"))
+    assert [(answer.row, answer.reason) for answer in episodes.answers(0.0)] == [
+        (1, "completed"),
+        (0, "rollout_timeout"),
+    ]
 
 
 def test_seeds_are_of_the_group_and_of_the_sample():
