@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.config.options import function_labels
-from rlhf_spmd.model.sequences import Sequences, forward_by_layer, sequence_scores
+from rlhf_spmd.model.sequences import Sequences, forward_by_layer, lengths_of, sequence_scores
 from rlhf_spmd.plan.calls import Infer, Measure, ModelCall, is_gate
 from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
@@ -91,7 +91,10 @@ class Inference(Passes):
         self.parts: list[tuple[int, Tensor]] = []  # of each micro-batch: its mini-batch and columns
         for row, used_C in enumerate(self.used_MC):
             (columns,) = torch.nonzero(used_C, as_tuple=True)
-            lengths = batch_of(row, columns).lengths if len(columns) else ()
+            if scorer is None:
+                lengths = lengths_of(prompts[row, columns], responses[row, columns])
+            else:
+                lengths = list(batch_of(row, columns).lengths) if len(columns) else []
             self.parts += [(row, columns[part]) for part in cut(lengths, layout, job.micro_batch(layout))]
         self.batches = [batch_of(*part) for part in self.parts]
         if (routes := routes_of(call.responses[0])) in call.inputs:
