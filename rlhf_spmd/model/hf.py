@@ -169,7 +169,7 @@ def save_state(
         config = dataclasses.replace(config, pad_token_id=padding_token(folder, config))
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
     stored = stored_of(state, config)
-    weights.write_weights(folder, stored, max_shard_bytes=max_shard_bytes, are_parts=len(stored) > len(state))
+    weights.write_weights(folder, stored, max_shard_bytes=max_shard_bytes)
     weights.write_json(folder / "config.json", model_config.to_hf(config, head=head, dtype=dtype))
 
 

@@ -99,20 +99,18 @@ def read_weights(
     return tensors
 
 
-def write_weights(
-    folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int, are_parts: bool = False
-) -> None:
+def write_weights(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
     """Writes one file, or shards with an index if the tensors are larger than `max_shard_bytes`. Files of an earlier
-    save that are no longer part of the model are deleted.
+    save that are no longer part of the model are deleted."""
+    # the function for torch's tensors would import torch.distributed.tensor, half a second
+    from huggingface_hub import split_state_dict_into_shards_factory
 
-    are_parts: whether tensors share memory that is too much for one shard.
-    """
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    counted = dict(tensors)
-    if are_parts:
-        counted = {name: torch.empty_like(part, device="meta") for name, part in tensors.items()}
-    shards = split_torch_state_dict_into_shards(counted, max_shard_size=max_shard_bytes)
+    shards = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
     for file, names in shards.filename_to_tensors.items():
         write_file(folder / file, {name: tensors[name] for name in names})
     if shards.is_sharded:
