@@ -6,11 +6,9 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +56,15 @@ class Arguments(argparse.ArgumentParser):
             self.add_argument("--out", type=Path, metavar="FOLDER", default=Output.folder, help=text)
         if fills:
             self.add_argument("--again", action="store_true", help="measure rows anew that are there")
+
+    def add_some(self, name: str, choices: Iterable[str], metavar: str) -> None:
+        """Adds words of which each is one of the choices; none: all."""
+        text = f"{', '.join(choices)}; none: all"
+        self.add_argument(name, nargs="*", choices=choices, default=[*choices], metavar=metavar, help=text)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value != action.default:  # a list, which is none of the choices
+            super()._check_value(action, value)
 
     def parse_args(self, arguments: Any = None, namespace: Any = None) -> Any:
         parsed = super().parse_args(arguments, namespace)
@@ -134,10 +141,15 @@ def keep(name: str, rows: list[dict], keys: Sequence[str], order: Callable[[dict
 
 
 def fill(
-    name: str, cases: Iterable[dict], measure: Callable[[dict], dict], *, together: int = 1, finish: Finish = list
+    name: str,
+    cases: Iterable[dict],
+    measure: Callable[[dict], dict | list[dict]],
+    *,
+    together: int = 1,
+    finish: Finish = list,
 ) -> list[dict]:
-    """Measures the cases that NAME.jsonl lacks, or all `--again`, and writes each row as it comes, so that an
-    interrupted bench goes on where it was -> all rows. A case is a part of its row.
+    """Measures the cases that NAME.jsonl lacks, or all `--again`, and writes the rows of each as they come, so that an
+    interrupted bench goes on where it was -> all rows. A case is a part of its rows.
 
     together: runs at the same time.
     finish: what all rows become before they are written.
@@ -147,46 +159,24 @@ def fill(
         rows = [row for row in rows if not any(case.items() <= row.items() for case in cases)]
     missing = [case for case in cases if not any(case.items() <= row.items() for row in rows)]
 
-    def row_of(case: dict) -> dict:
-        about = provenance()
-        return {"bench": name.replace("_", "-")} | case | measure(case) | about
+    def rows_of(case: dict) -> list[dict]:
+        about, found = provenance(), measure(case)
+        start = {"bench": name.replace("_", "-")} | case
+        return [start | row | about for row in (found if isinstance(found, list) else [found])]
 
     with ThreadPoolExecutor(together) as pool:
-        for row in pool.map(row_of, missing):
-            rows = finish([*rows, row])
+        for found in pool.map(rows_of, missing):
+            rows = finish([*rows, *found])
             write(name, rows)
-            print(", ".join(f"{key} {value}" for key, value in row.items() if key not in ABOUT), flush=True)
+            for row in found:
+                shown = (f"{key} {value}" for key, value in row.items() if not isinstance(value, dict | list))
+                print(", ".join(shown), flush=True)
     return rows
 
 
 def on_ranks(num_ranks: int, arguments: Sequence[str], *, limit_s: float = 1800.0, package: str = "bench") -> None:
     """Starts `python -m PACKAGE ARGUMENTS` on so many ranks of this machine. Raises if it fails."""
     subprocess.run([*on(num_ranks), package, *arguments], cwd=REPOSITORY, timeout=limit_s, check=True)
-
-
-def rows_of_ranks(bench: str, num_ranks: int, arguments: Sequence[str] = ()) -> list[dict]:
-    """Starts a bench on ranks with `--on-ranks FILE` and reads the rows that rank 0 writes there."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.jsonl"
-        on_ranks(num_ranks, [bench, "--on-ranks", str(file), *arguments])
-        return read_rows(file)
-
-
-@contextmanager
-def one_world(file: Path | None = None, measured: Sequence[dict] = ()) -> Iterator[Any]:
-    """Yields the world of a rank, on CPUs; what fails on one rank ends all. If `rows_of_ranks` has started the ranks,
-    rank 0 writes what was measured into its file in the end."""
-    from rlhf_spmd.runtime.world.world import World
-
-    world = World.discover()
-    world.use_device("cpu")
-    try:
-        yield world
-        world.shutdown()
-    except BaseException as error:
-        world.fail(error)
-    if file and world.rank == 0:
-        file.write_text("".join(json.dumps(row) + "\n" for row in measured), encoding="utf-8")
 
 
 def run(
@@ -221,5 +211,5 @@ def on(num_ranks: int, launcher: str | None = None) -> list[str]:
 
     launcher: words instead of mpirun with its number of ranks.
     """
-    mpirun = [str(Path(sys.executable).with_name("mpirun")), "-n", str(num_ranks)]
+    mpirun = [str(Path(sys.executable).with_name("mpirun")), "-n", str(num_ranks)] if num_ranks > 1 else []
     return [*(launcher.split() if launcher else mpirun), sys.executable, "-m"]

@@ -26,8 +26,7 @@ def main(arguments: list[str]) -> int:
     Arguments("tables", __doc__, writes=False).parse_args(arguments)
     for page in PAGES:
         page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
-    print(json.dumps({"bench": "tables", "ok": True}))
-    return 0
+    return finished("tables", ok=True)
 
 
 def render(text: str) -> str:
@@ -77,8 +76,13 @@ def ended(bench: str, rows: Sequence[dict], *, ok: bool | None = None, **told: A
     """
     print(text_table(bench.replace("-", "_"), rows))
     ok = all(row["ok"] for row in rows) if ok is None else ok
-    print(json.dumps({"bench": bench, **told, "ok": ok}))
-    return 0 if ok else 1
+    return finished(bench, **told, ok=ok)
+
+
+def finished(bench: str, **told: Any) -> int:
+    """Ends a bench with its JSON line. Returns the exit status, by `ok`."""
+    print(json.dumps({"bench": bench, **told}))
+    return 0 if told["ok"] else 1
 
 
 def text_table(name: str, rows: Sequence[dict]) -> str:

@@ -3,25 +3,22 @@ responses, do they read the same tokens, and how far apart are the metrics that 
 
 import json
 import shutil
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench.against_trl import ours
 from bench.against_trl.cases import KL, MOST_TOKENS, PAD, TEMPLATE, Case, Row
-from bench.rows import REPOSITORY
+from bench.against_trl.work import REWARD
 from rlhf_spmd.config.metric_aliases import TABLE
 from tests.folders import WORDS, write_model
 
-PEER = REPOSITORY / ".venv-peers" / "bin" / "python"
-THREADS = 2
 SMALL = {  # random Llamas
     "two layers": {"max_position_embeddings": 128},
     "three layers, tied": {
@@ -42,7 +39,6 @@ ERRORS = ("loss_error", "gradient_error", "weights_error")
 EXTREMES = {"min_reward": "score_min", "max_reward": "score_max"}  # the same for one step only, so they have no alias
 SEED = 3
 NEAR = 0.1  # the reference's distance from the actor, of the weights' standard deviation
-LIMIT_S = 900.0  # of TRL's process
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,57 +89,54 @@ def text_of(first: int, number: int) -> str:
 def words_of(setting: Setting, case: Case, folder: Path) -> list[str]:
     """Writes the data of one case into the folder. Returns the arguments of its run."""
     rows = case.rows(text_of) if case.rows else [{"prompt": text_of(i, 1 + i % 6)} for i in range(8)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    words = [f"data.prompts={folder / 'prompts.jsonl'}", f"models.{case.role}={setting.models[case.role]}"]
-    words += [f"rollout_batch={len(rows)}"]
+    words = [
+        f"data.prompts={ours.written(rows, folder)}",
+        f"models.{case.role}={setting.models[case.role]}",
+        f"rollout_batch={len(rows)}",
+    ]
     if case.page not in ("sft", "reward_model"):
         words.append(f"models.reference={setting.models['reference']}")
     if case.rows:
         words += [f"data.max_prompt={MOST_TOKENS}", f"generation.max_new_tokens={MOST_TOKENS}"]
         return [*words, f"mini_batch={len(rows)}", "micro_batch=5"]
     words += ["data.max_prompt=8", f"generation.max_new_tokens={LIMIT}", "samples_per_prompt=6"]
-    return [*words, "mini_batch=48", "micro_batch=7", ours.write_reward(folder / "reward.py")]
+    return [*words, "mini_batch=48", "micro_batch=7", REWARD]
 
 
-def compared(setting: Setting, cases: Sequence[Case], folder: Path) -> list[dict]:
-    """Compares all cases: returns a row for each case and kind of casts. TRL takes all rows of a step at once."""
-    taken = []
-    for number, (case, wide) in enumerate(product(cases, (True, False))):
+def compared(
+    setting: Setting, cases: Sequence[Case], folder: Path, by_trl: Callable[..., dict[str, Any]]
+) -> list[dict]:
+    """Compares all cases: returns a row for each case and kind of casts. TRL takes all rows of a step at once.
+
+    by_trl: makes a step; trl_worker.py says of what.
+    """
+    rows, out = [], folder / "step.safetensors"
+    for case, wide in product(cases, (True, False)):
         mine = ours.one_step(case, words_of(setting, case, folder), seed=SEED, wide=wide)
-        rows, out = folder / f"rows-{number}.json", folder / f"step-{number}.safetensors"
-        rows.write_text(json.dumps(case.rows(text_of) if case.rows else mine.rows), encoding="utf-8")
-        step = {"kind": case.page, "rows": str(rows), "out": str(out), "wide": wide}
-        step |= {"model": str(setting.models[case.role]), "reference": str(setting.models["reference"])}
-        step["options"] = case.theirs if case.rows else {"beta": KL, "max_completion_length": LIMIT, **case.theirs}
-        taken.append((case, wide, mine, step))
-    in_peer("bench.against_trl.trl_equality", {"threads": THREADS, "steps": [step for *_, step in taken]}, folder)
-    return [
-        compared_step(setting, case, mine, Path(step["out"]), "float64" if wide else WITH_CASTS)
-        for case, wide, mine, step in taken
-    ]
+        told = by_trl(
+            kind=case.page,
+            rows=case.rows(text_of) if case.rows else mine.rows,
+            out=str(out),
+            wide=wide,
+            model=str(setting.models[case.role]),
+            reference=str(setting.models["reference"]),
+            options=case.theirs if case.rows else {"beta": KL, "max_completion_length": LIMIT, **case.theirs},
+        )
+        rows.append(compared_step(setting, case, mine, told, load_file(out), "float64" if wide else WITH_CASTS))
+    return rows
 
 
-def in_peer(module: str, job: dict, folder: Path) -> None:
-    """Runs a module in TRL's environment with a job as its argument. Raises if it fails."""
-    path = folder / "job.json"
-    path.write_text(json.dumps(job), encoding="utf-8")
-    words = [str(PEER), "-m", module, str(path)]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=LIMIT_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{module} failed:\n{done.stderr}")
-
-
-def compared_step(setting: Setting, case: Case, mine: ours.Taken, out: Path, precision: str) -> dict:
+def compared_step(
+    setting: Setting, case: Case, mine: ours.Taken, told: Mapping, theirs: Mapping[str, Tensor], precision: str
+) -> dict:
     """Returns the row of a step that both programs have taken."""
-    with safe_open(out, "pt") as file:
-        theirs = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        told = {name: json.loads(text) for name, text in file.metadata().items()}
     row = {"model": setting.name, "case": case.name, "precision": precision}
     row |= errors(mine, told["loss"], theirs) | {"difference": case.difference}
     row |= about_given(case, mine, told, METRICS[precision]) if case.rows else about_generated(mine)
     row["tolerance"] = TOLERANCE if precision == "float64" else case.casts_tolerance
     row["ok"] = max(row[name] for name in ERRORS) <= row["tolerance"]
-    row["ok"] &= same_reading(row) if case.rows else both_clips(row)
+    same_reading = case.rows and row["same_tokens"] and row["metrics_error"] <= row["metrics_tolerance"]
+    row["ok"] &= same_reading if case.rows else both_clips(row)
     return row
 
 
@@ -180,11 +173,6 @@ def about_given(case: Case, mine: ours.Taken, told: Mapping, tolerance: float) -
     row = {"rows": len(mine.rows), "shortest": min(lengths), "longest": max(lengths), "learned": learned}
     row |= {"metrics": sorted(found), "metrics_error": max(found.values()), "metrics_tolerance": tolerance}
     return row | {"same_tokens": same_tokens(case, mine.rows, told["rows"])}
-
-
-def same_reading(row: Mapping) -> bool:
-    """Returns whether both programs have read the same tokens, and logged the same of them."""
-    return row["same_tokens"] and row["metrics_error"] <= row["metrics_tolerance"]
 
 
 def metric_errors(case: Case, mine: Mapping, theirs: Mapping) -> dict[str, float]:

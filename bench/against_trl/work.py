@@ -14,21 +14,28 @@ import math
 import os
 import random
 import resource
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
 from rlhf_spmd import embedded
+from rlhf_spmd.errors import UserError
 from tools.embedded import grammar
 
+ROOT = Path(__file__).parents[2]
 GRPO = "GRPO"  # the name of its work, for workers
+THREADS = 2  # of the comparison of single steps
 PROMPTS, SAMPLES = 4, 8
 MICRO_BATCH = 8  # responses
 LIMIT = 128  # tokens of a response; at full length each has as many
 SPREAD_MEDIAN = 20.0  # of spread lengths
 LR, KL = 1e-6, 0.04
+REWARD = "reward_function=bench.against_trl.work:letters"  # our option
 LENGTHS = ("full length", "spread lengths")
 
 SEQUENCES = 16  # of a step on given responses; a pair has two
@@ -38,15 +45,6 @@ MOST_TOKENS = 256  # of a prompt and its response, and of a packed row of TRL's
 
 
 # ---- GRPO -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """One step. lengths: tokens of each response that is generated, in the order of rows; checkpointing: TRL's, of
-    activations."""
-
-    lengths: list[int]
-    checkpointing: bool = False
 
 
 def prompts() -> list[str]:
@@ -66,9 +64,9 @@ def _spread(draw: random.Random, median: float, most: int) -> int:
     return min(max(round(draw.lognormvariate(math.log(median), 1.0)), 1), most)
 
 
-def reward(text: str) -> float:
-    """Returns a reward that is cheap, and different for most responses."""
-    return text.count("e") / 10
+def letters(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """Returns rewards that are cheap, and different for most responses."""
+    return [sum(map(ord, response)) % 97 / 50 - 1 for response in responses]
 
 
 # ---- given responses ------------------------------------------------------------------------------------------------
@@ -109,6 +107,7 @@ WORKS = {
 ADAPTED = {  # with adapters
     work.name: work for work in (WORKS["SFT"], Work("SFT, full length", "sft", 1.0, full=True), WORKS["DPO"])
 }
+KNOWN = WORKS | ADAPTED
 
 
 def rows_of(work: Work) -> list[dict[str, str]]:
@@ -133,15 +132,58 @@ def _response(draw: random.Random, *, full: bool) -> str:
 # ---- workers --------------------------------------------------------------------------------------------------------
 
 
-def commands(kind: Callable[..., Any] = Told) -> tuple[Iterator[Any], TextIO]:
-    """Returns a worker's commands, and where its answers go; whatever else the process prints goes to its stderr."""
+def python_of(target: str) -> str:
+    """Returns the interpreter of an environment that `make TARGET` makes. Raises UserError if it is not there."""
+    path = ROOT / f".venv-{target}" / "bin" / "python"
+    if not path.exists():
+        raise UserError(f"the environment {path.parents[1].name} is not there; `make {target}` makes it")
+    return str(path)
+
+
+def versions_of(python: str, peer: str, *others: str) -> dict[str, str]:
+    """Returns the versions of a peer and of what computes in its environment. Raises if they do not load."""
+    names = [peer, *others]
+    code = f"import {', '.join(names)}; print(*[one.__version__ for one in ({', '.join(names)})])"
+    lines = subprocess.run([python, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    return dict(zip([peer, *(f"its {name}" for name in others)], lines[-1].split(), strict=True))
+
+
+def trl_worker(folder: Path, *words: str) -> list[str]:
+    """Returns the command of a worker of TRL's."""
+    return [python_of("peers"), "-m", "bench.against_trl.trl_worker", str(folder), *words]
+
+
+@contextmanager
+def worker(command: Sequence[str], log: Path) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Starts a process that makes steps on command; yields the function that tells it one and returns its answer, which
+    raises if the process has ended."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    with (
+        log.open("w", encoding="utf-8") as stderr,
+        subprocess.Popen(command, cwd=ROOT, stderr=stderr, **pipes) as process,
+    ):
+
+        def step(**told: Any) -> dict[str, Any]:
+            with suppress(BrokenPipeError):  # the missing answer says why
+                process.stdin.write(json.dumps(told) + "\n")
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"{' '.join(command[:3])} has ended:\n{log.read_text(encoding='utf-8')}")
+            return json.loads(line)
+
+        yield step
+
+
+def commands() -> tuple[Iterator[dict[str, Any]], Callable[..., None]]:
+    """Returns a worker's commands, and the function that answers one; whatever else the process prints goes to its
+    stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
-    return (kind(**json.loads(line)) for line in sys.stdin), answers
 
+    def answer(**found: Any) -> None:
+        answers.write(json.dumps(found) + "\n")
 
-def answer(to: TextIO, **found) -> None:
-    to.write(json.dumps(found) + "\n")
+    return map(json.loads, sys.stdin), answer
 
 
 class Step:

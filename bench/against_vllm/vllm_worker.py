@@ -1,7 +1,7 @@
 """vLLM's worker: `.venv-peers-vllm/bin/python -m bench.against_vllm.vllm_worker JOB`, a JSON object.
 
-It loads the model, says how long that took, and generates the requests of each line of JSON that it reads. It runs in
-an environment of its own, without torch of ours.
+It loads the model, says how long that took when it is asked, and generates the requests of each further line of JSON
+that it reads. It runs in an environment of its own, without torch of ours.
 """
 
 import json
@@ -13,15 +13,16 @@ from bench.against_trl import work
 
 
 def main(job: str) -> None:
-    told, answers = work.commands(dict)
+    told, answer = work.commands()
     started = time.perf_counter()
     engine, params_of = loaded(**json.loads(job))
-    work.answer(answers, load_s=time.perf_counter() - started)
+    next(told)
+    answer(load_s=time.perf_counter() - started)
     for one in told:
         prompts = [{"prompt_token_ids": tokens} for tokens in one["prompts"]]
         params = [params_of(max_tokens=length) for length in one["lengths"]]
         found = engine.generate(prompts, params, use_tqdm=False)
-        work.answer(answers, tokens=[len(done.outputs[0].token_ids) for done in found])
+        answer(tokens=[len(done.outputs[0].token_ids) for done in found])
 
 
 def loaded(*, model: str, dtype: str, longest: int, places: int, cores: list[int], cache: str):

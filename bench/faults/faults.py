@@ -16,16 +16,16 @@ hours.
 Command: python -m bench faults [--quick] [ALGORITHM ...]
 """
 
-import json
 import os
 import random
 import shutil
 import signal
 import tempfile
 import time
+from functools import cache, partial
 from pathlib import Path
 
-from bench.rows import ABOUT, OUTPUT, Arguments, keep, provenance, read_rows, rows_so_far, write, written
+from bench.rows import ABOUT, OUTPUT, Arguments, fill, keep
 from bench.tables import ended
 from rlhf_spmd import embedded
 from tests.started import Started, num_iterations, outcome, slowest_s
@@ -37,19 +37,47 @@ NUM_RUNS_OF_OTHERS = 5  # with another algorithm or adapters
 NUM_QUICK = 3  # kills of a strategy with --quick, of one run
 DEADLINE_S = 60.0  # of a job of which a rank is dead
 ITERATIONS = 8  # a multiple of NUM_KILLS
-OPTIONS = ["mini_batch=16", "generation.max_new_tokens=12", "num_samples=2", f"iterations={ITERATIONS}"]
-OPTIONS += ["checkpoint.every=1", "deadline_s=30"]
-EVALUATED = [f"eval.prompts={embedded.path_of('prompts.jsonl')}", "eval.num_prompts=8", "eval.every=3"]
-EVALUATED += ["checkpoint.best=mean@1"]
+OPTIONS = [
+    *("mini_batch=16", "generation.max_new_tokens=12", "num_samples=2", f"iterations={ITERATIONS}"),
+    *("checkpoint.every=1", "deadline_s=30"),
+]
+EVALUATED = [
+    *(f"eval.prompts={embedded.path_of('prompts.jsonl')}", "eval.num_prompts=8", "eval.every=3"),
+    "checkpoint.best=mean@1",
+]
+TOOLS, MIXTURE, ADAPTERS = "grpo with tools", "grpo with a mixture", "ppo with adapters"
+AHEAD, CHAIN = "ppo one iteration ahead", "ppo with overlapping iterations"
+PPO = ["rollout_batch=32", "ppo.epochs=2", "ppo.kl_controller=adaptive"]
+GRPO = ["rollout_batch=8", "samples_per_prompt=4", "grpo.epochs=2"]
 WORDS = {
-    "ppo": ["rollout_batch=32", "ppo.epochs=2", "ppo.kl_controller=adaptive"],
-    "grpo": ["rollout_batch=8", "samples_per_prompt=4", "grpo.epochs=2", "grpo.oversampling=2", *EVALUATED],
+    "ppo": PPO,
+    "grpo": [*GRPO, "grpo.oversampling=2", *EVALUATED, "grpo.drop_equal_groups=true", "rollouts.every=1"],
     "remax": ["rollout_batch=32", "remax.epochs=2", *EVALUATED],
+    ADAPTERS: [*PPO, "lora.rank=4", "lora.targets=q_proj,v_proj,down_proj"],
+    AHEAD: [
+        *(*PPO, "strategy.ahead=1", "rollouts.every=1"),
+        *("ppo.old_logprobs=current", "ppo.importance_weights=token"),
+    ],
+    CHAIN: [*PPO, "strategy.chain=true", "checkpoint.every=4"],
+    TOOLS: [
+        *("--preset", "tools", *GRPO, "eval.num_prompts=8", "eval.every=3"),
+        *("generation.max_new_tokens=64", "environment_workers=2"),
+    ],
+    MIXTURE: [
+        *("--preset", "arithmetic", "--model", str(embedded.path_of("mixture/actor"))),
+        *(*GRPO, "experts.balance_coef=0.01"),
+    ],
 }
-WORDS["grpo"] += ["grpo.drop_equal_groups=true", "rollouts.every=1"]
-TOOLS = "grpo with tools"
-WORDS[TOOLS] = ["--preset", "tools", "rollout_batch=8", "samples_per_prompt=4", "grpo.epochs=2", "eval.num_prompts=8"]
-WORDS[TOOLS] += ["eval.every=3", "generation.max_new_tokens=64", "environment_workers=2"]
+CASES = {
+    "ppo": STRATEGIES,
+    "grpo": ("flattening", "separation", "reallocation"),
+    "remax": ("separation",),
+    ADAPTERS: ("flattening", "separation", "reallocation"),
+    AHEAD: ("separation",),
+    CHAIN: ("separation",),
+    TOOLS: ("flattening", "separation"),
+    MIXTURE: ("flattening", "separation", "reallocation"),
+}
 SLOW = """
 import functools, random, time
 from rlhf_spmd.embedded.table_tools import Table
@@ -64,12 +92,6 @@ def slow(method):
 class Slow(Table):
     lookup, calculate = slow(Table.lookup), slow(Table.calculate)
 """
-MIXTURE = "grpo with a mixture"
-WORDS[MIXTURE] = ["--preset", "arithmetic", "--model", str(embedded.path_of("mixture/actor")), "rollout_batch=8"]
-WORDS[MIXTURE] += ["samples_per_prompt=4", "grpo.epochs=2", "experts.balance_coef=0.01"]
-ADAPTERS = "ppo with adapters"
-WORDS[ADAPTERS] = [*WORDS["ppo"], "lora.rank=4", "lora.targets=q_proj,v_proj,down_proj"]
-AHEAD = "ppo one iteration ahead"
 TWO_TYPES = """[[nodes]]
 devices = 2
 device = "cpu"
@@ -78,66 +100,46 @@ devices = 2
 device = "other-cpu"
 [types.other-cpu]
 """  # a cluster file: one machine stands in for two nodes
-WORDS[AHEAD] = [*WORDS["ppo"], "strategy.ahead=1", "rollouts.every=1"]
-WORDS[AHEAD] += ["ppo.old_logprobs=current", "ppo.importance_weights=token"]
-CHAIN = "ppo with overlapping iterations"
-WORDS[CHAIN] = [*WORDS["ppo"], "strategy.chain=true", "checkpoint.every=4"]
-CASES = {"ppo": STRATEGIES, "grpo": ("flattening", "separation", "reallocation"), "remax": ("separation",)}
-CASES[ADAPTERS] = ("flattening", "separation", "reallocation")
-CASES[AHEAD] = CASES[CHAIN] = ("separation",)
-CASES[TOOLS] = ("flattening", "separation")
-CASES[MIXTURE] = ("flattening", "separation", "reallocation")
 
 
 def main(arguments: list[str]) -> int:
     parser = Arguments("faults", __doc__, fills=True)
     parser.add_argument("--quick", action="store_true", help=f"{NUM_QUICK} kills per strategy, kept out of the results")
-    parser.add_argument("algorithms", nargs="*", metavar="ALGORITHM", help=f"{', '.join(CASES)}; none: all")
-    parser.add_argument("--runs", type=int, default=0, help="of each case; 0: as many as the results have")
-    parsed = parser.parse_args(arguments)
-    quick = parsed.quick
-    if unknown := set(parsed.algorithms) - set(CASES):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(CASES)}")
+    parser.add_some("algorithms", CASES, "ALGORITHM")
+    parsed, rows = parser.parse_args(arguments), []
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
-        points = Path(folder) / "points.jsonl" if quick else written("fault_points")
-        chosen = parsed.algorithms or [*CASES]
-        if OUTPUT.again and not quick:
-            write("fault_points", [row for row in rows_so_far("fault_points") if row["algorithm"] not in chosen])
-        cases = [(algorithm, strategy) for algorithm in CASES for strategy in CASES[algorithm] if algorithm in chosen]
-        for algorithm, strategy in cases:
+        if parsed.quick:
+            OUTPUT.folder = Path(folder)
+        for algorithm, strategy in [(one, name) for one in CASES if one in parsed.algorithms for name in CASES[one]]:
             num_runs = NUM_RUNS if algorithm in ("ppo", AHEAD, CHAIN) else NUM_RUNS_OF_OTHERS
-            num_runs, num_kills = (1, NUM_QUICK) if quick else (parsed.runs or num_runs, NUM_KILLS)
-            measure(algorithm, strategy, num_runs, num_kills, points, Path(folder))
-        rows = [summary(*case, read_rows(points)) for case in cases]
-    if not quick:
+            num_runs, num_kills = (1, NUM_QUICK) if parsed.quick else (num_runs, NUM_KILLS)
+            cases = [{"algorithm": algorithm, "strategy": strategy, "run": run} for run in range(num_runs)]
+            points = fill("fault_points", cases, partial(measured, folder=Path(folder), num_kills=num_kills))
+            rows.append(summary(algorithm, strategy, points))
+    if not parsed.quick:
         keep("faults", rows, ("algorithm", "strategy"), lambda row: [*CASES].index(row["algorithm"]))
     totals = {name: sum(row[name] for row in rows) for name in ("points", "equal", "hangs", "orphans", "named")}
     return ended("faults", rows, **totals)
 
 
-def measure(algorithm: str, strategy: str, num_runs: int, num_kills: int, points: Path, folder: Path) -> None:
-    """Adds the missing runs of an algorithm under a strategy."""
-    found = read_rows(points) if points.exists() else []
-    done = {row["run"] for row in found if (row["algorithm"], row["strategy"]) == (algorithm, strategy)}
-    options = ["--algorithm", algorithm.partition(" ")[0], *OPTIONS, *WORDS[algorithm]]
-    options += [*strategy_words(strategy, folder), *environment_words(algorithm, folder)]
+def measured(case: dict, folder: Path, num_kills: int) -> list[dict]:
+    """Returns the rows of a run, one for each kill."""
+    algorithm, strategy, run = case.values()
     name = f"{algorithm.replace(' ', '_')}-{strategy}"
-    expected, iteration_s = None, 0.0
-    for run in sorted(set(range(num_runs)) - done):
-        if expected is None:
-            alone = Started(NUM_RANKS, folder / name, *options)
-            status, stderr = alone.end()
-            assert status == 0, stderr
-            expected, iteration_s = outcome(alone.folder), slowest_s(alone.folder)
-        seed = f"{name} {run}" if algorithm != "ppo" else f"{strategy} {run}"  # as before there were others
-        rows = killed(options, folder / f"{name}-{run}", expected, iteration_s, num_kills, seed)
-        about = {"bench": "faults", "algorithm": algorithm, "strategy": strategy, "run": run}
-        points.parent.mkdir(parents=True, exist_ok=True)
-        with points.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(about | row | provenance()) + "\n" for row in rows))
-        names = ("rank", "iterations", "end_s", "equal", "hang", "orphans", "named")
-        for row in rows:
-            print(f"{name} {run}: " + ", ".join(f"{key} {row[key]}" for key in names), flush=True)
+    options, expected, iteration_s = undisturbed(algorithm, strategy, folder / name)
+    seed = f"{name} {run}" if algorithm != "ppo" else f"{strategy} {run}"  # as before there were others
+    return killed(options, folder / f"{name}-{run}", expected, iteration_s, num_kills, seed)
+
+
+@cache
+def undisturbed(algorithm: str, strategy: str, folder: Path) -> tuple[list[str], dict, float]:
+    """Runs an algorithm under a strategy without kills -> its options, what it leaves, its slowest iteration."""
+    options = ["--algorithm", algorithm.partition(" ")[0], *OPTIONS, *WORDS[algorithm]]
+    options += [*strategy_words(strategy, folder.parent), *environment_words(algorithm, folder.parent)]
+    alone = Started(NUM_RANKS, folder, *options)
+    status, stderr = alone.end()
+    assert status == 0, stderr
+    return options, outcome(folder), slowest_s(folder)
 
 
 def strategy_words(strategy: str, folder: Path) -> list[str]:
@@ -181,7 +183,7 @@ def killed(
     rows[-1]["orphans"] += started.num_left()
     why_not = stderr[-500:] if status else ""
     shutil.rmtree(folder)
-    return [row | {"equal": equal, "why_not": why_not} for row in rows]
+    return [{"bench": "faults"} | row | {"equal": equal, "why_not": why_not} for row in rows]
 
 
 def summary(algorithm: str, strategy: str, points: list[dict]) -> dict:

@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from bench.first_light.steps import Found, Light
-from bench.rows import REPOSITORY
+from bench.rows import REPOSITORY, rows_at
 from tests.run_mpi import Counter, mpi_command, run_limited
 
 DECODE_TESTS = ("decode_attention", "kv_write", "rmsnorm", "rope", "silu_mul")
@@ -95,17 +95,12 @@ def embedded_model(where: str):
     return load_model(folder, head="lm", dtype=torch.float32, device=where).eval().requires_grad_(False)
 
 
-def requests(num: int) -> tuple[list[list[int]], "object"]:
-    """Returns prompts of 2 to 31 tokens, and the random bits of their responses [R, G]."""
+def prompts_of(num: int) -> list[list[int]]:
+    """Returns prompts of 2 to 31 tokens."""
     import numpy as np
-    import torch
-
-    from rlhf_spmd.kernels.philox import random_bits
-    from rlhf_spmd.runtime.generation.random_streams import OFFLINE
 
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 1024, 2 + (7 * i) % 30).tolist() for i in range(num)]
-    return prompts, torch.from_numpy(random_bits(1, OFFLINE, 0, range(num), [0] * num, LIMIT))
+    return [rng.integers(3, 1024, 2 + (7 * i) % 30).tolist() for i in range(num)]
 
 
 def engine_of(model, num: int, **settings):
@@ -115,20 +110,27 @@ def engine_of(model, num: int, **settings):
     return Engine(model, longest=32 + LIMIT, eos_ids=(2,), **settings)
 
 
-def responses(engine, num: int, others: list[list[int]] | None = None):
-    """Returns responses_RG and logprobs_RG of the requests, on the CPU. others: other prompts."""
-    from rlhf_spmd.runtime.generation.requests import Sampling
+def responses(engine, prompts: list[list[int]]):
+    """Returns responses_RG and logprobs_RG, on the CPU."""
+    from bench.speed.requests import submit
 
-    prompts, bits_RG = requests(num)
-    numbers = engine.submit(others or prompts, bits_RG, Sampling(LIMIT))
+    numbers = submit(engine, prompts, [LIMIT] * len(prompts))
     engine.run()
     responses_RG, logprobs_RG, _ = engine.results(numbers)
     return responses_RG.cpu(), logprobs_RG.cpu()
 
 
-def without_graphs():
-    """Makes engines launch every kernel of a step one by one, inside this context."""
-    return patch("rlhf_spmd.runtime.generation.cuda_graphs.can_capture", lambda model, device: False)
+def by_kernels_and_graphs(model, num: int) -> dict:
+    """Returns the responses of a model whose kernels are launched one by one, and of graphs."""
+    prompts = prompts_of(num)
+    with patch("rlhf_spmd.runtime.generation.cuda_graphs.can_capture", lambda model, device: False):
+        found = {"kernels one by one": responses(engine_of(model, num), prompts)}
+    return found | {"graphs": responses(engine_of(model, num), prompts)}
+
+
+def on_the_cpu(num: int):
+    """Returns the responses of the embedded model on the CPU."""
+    return responses(engine_of(embedded_model("cpu"), num), prompts_of(num))
 
 
 def num_rows(light: Light) -> int:
@@ -150,11 +152,7 @@ def compared(found: dict, against: str) -> tuple[bool, str, dict]:
 
 def engine(light: Light) -> Found:
     num, where = num_rows(light), str(light.device)
-    found = {"the CPU": responses(engine_of(embedded_model("cpu"), num), num)}
-    model = embedded_model(where)
-    with without_graphs():
-        found["kernels one by one"] = responses(engine_of(model, num), num)
-    found["graphs"] = responses(engine_of(model, num), num)
+    found = {"the CPU": on_the_cpu(num)} | by_kernels_and_graphs(embedded_model(where), num)
     ok, told, numbers = compared(found, "the CPU")
     light.row(rows=num, dtype="float32", **numbers)
     return Found(ok, told)
@@ -172,11 +170,11 @@ def parity(light: Light) -> Found:
 
     num, means = num_rows(light) // 4, {}
     model = random_model(DRY if light.dry else LLAMA_1B, light.device).eval().requires_grad_(False)
-    prompts = [[token % 300 for token in prompt] for prompt in requests(num)[0]]
+    prompts = [[token % 300 for token in prompt] for prompt in prompts_of(num)]
     for reduced in (True, False):
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
         cuda_graphs._KEPT.clear()  # whose products were chosen before
-        tokens_RG, logprobs_RG = responses(engine_of(model, num), num, prompts)
+        tokens_RG, logprobs_RG = responses(engine_of(model, num), prompts)
         batch = Sequences.join(pad(prompts).to(light.device), tokens_RG.to(light.device))
         with torch.no_grad():
             trained_RG = response_logprobs(
@@ -192,11 +190,11 @@ def preemption(light: Light) -> Found:
     """Tests preemption: the cache has room for the prompts and a part of the responses only, so that rows have to leave
     it."""
     num, where = num_rows(light), str(light.device)
-    model, size = embedded_model(where), 16 if not light.dry else 4
-    found = {"a full cache": responses(engine_of(model, num, block_size=size), num)}
+    model, size, prompts = embedded_model(where), 4 if light.dry else 16, prompts_of(num)
+    found = {"a full cache": responses(engine_of(model, num, block_size=size), prompts)}
     blocks = num * -(-(32 + LIMIT) // size) // 3
     small = engine_of(model, num, block_size=size, num_blocks=blocks)
-    found["a small cache"] = responses(small, num)
+    found["a small cache"] = responses(small, prompts)
     ok, told, numbers = compared(found, "a full cache")
     light.row(rows=num, blocks=blocks, num_preempted=small.num_preempted, **numbers)
     return Found(ok and small.num_preempted > 0, f"{small.num_preempted} rows preempted; {told}")
@@ -220,14 +218,14 @@ def memory(light: Light) -> Found:
         return torch.cuda.memory_allocated()
 
     num, model = num_rows(light), embedded_model(str(light.device))
-    responses(engine_of(model, num), num)  # what is made once, kernels for example
+    responses(engine_of(model, num), prompts_of(num))  # what is made once, kernels for example
     gc.collect()
     gc.disable()
     before = held()
     one = engine_of(model, num)
     cache = weakref.ref(one.cache.keys_LnKsd)
     cache_bytes = 2 * one.cache.keys_LnKsd.nbytes
-    responses(one, num)
+    responses(one, prompts_of(num))
     del one
     with_workspaces = 0 if light.dry else torch.cuda.memory_allocated()
     after = held()
@@ -246,20 +244,24 @@ def memory(light: Light) -> Found:
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
+def ended(name: str, command: Iterable[str], *, limit_s: float = RUN_S, **variables: str) -> tuple[str, str]:
+    """Runs a command, and shows what it says -> what it prints and, where it does not end well, why."""
+    status, stdout, stderr = run_limited([*command], limit_s=limit_s, environment=dict(os.environ) | variables)
+    print(f"--- {name} {variables}\n{stdout}{stderr}", flush=True)
+    if status == 0:
+        return stdout, ""
+    lines = stderr.strip().splitlines()
+    told = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "nothing said")
+    return stdout, f"{name} {'was stopped' if status is None else f'ended with {status}'}: {told}"
+
+
 def run(folder: Path, command: Iterable[str], options: Iterable[str], **variables: str) -> tuple[list[dict], str]:
     """Trains as a user would -> the rows of metrics.jsonl and, where it does not end well, why."""
     words = [*command, sys.executable, "-m", "rlhf_spmd", "train", *options]
     if "--resume" not in words:
         words += ["--runs", str(folder.parent), "--name", folder.name]
-    status, stdout, stderr = run_limited(words, limit_s=RUN_S, environment=dict(os.environ) | variables)
-    print(f"--- {' '.join(words)}\n{stdout}{stderr}", flush=True)
-    metrics = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
-    if status == 0:
-        return rows, ""
-    lines = stderr.strip().splitlines()
-    told = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "nothing said")
-    return rows, f"{folder.name} {'was stopped' if status is None else f'ended with {status}'}: {told}"
+    _, why = ended(folder.name, words, **variables)
+    return rows_at(folder / "metrics.jsonl"), why
 
 
 def hashes(rows: list[dict]) -> list[str]:
@@ -357,9 +359,10 @@ def strategies_on(light: Light, ranks: int, wanted: str) -> Found:
 
 STEP = """
 import torch
-from bench.speed.gpu_decode import DecodeBench, Shape
+from bench.speed.gpu_decode import DecodeBench
+from rlhf_spmd.plan.workload import ModelShape
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-bench = DecodeBench(device, Shape(256, 352, 2, 4, 64, 5000), rows=5, context=70, dtype={dtype})
+bench = DecodeBench(device, ModelShape(2, 256, 352, 4, 4, 64, 5000), rows=5, context=70, dtype={dtype})
 for _ in range(2):
     {call}
 if device.type == "cuda":
@@ -374,15 +377,14 @@ def sanitizer(light: Light) -> Found:
     dtype = "torch.float32" if light.dry else "torch.bfloat16"
     options = ["--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
     tool = [] if light.dry else ["compute-sanitizer", *options]
-    bare = dict(os.environ) | ({} if light.dry else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
-    cases = {"launched": ("bench.step()", bare), "captured": ("bench.captured()()", dict(os.environ))}
+    bare = {} if light.dry else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    cases = {"launched": ("bench.step()", bare), "captured": ("bench.captured()()", {})}
 
     def checked(name: str) -> bool:
-        call, environment = cases[name]
+        call, variables = cases[name]
         code = STEP.format(call=call, dtype=dtype)
-        status, stdout, stderr = run_limited([*tool, sys.executable, "-c", code], limit_s=140, environment=environment)
-        print(f"--- {name}\n{stdout}{stderr}", flush=True)
-        return status == 0 and "done" in stdout
+        stdout, why = ended(name, [*tool, sys.executable, "-c", code], limit_s=140, **variables)
+        return not why and "done" in stdout
 
     with ThreadPoolExecutor() as pool:
         found = dict(zip(cases, pool.map(checked, cases), strict=True))

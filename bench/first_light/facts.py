@@ -50,7 +50,7 @@ def device(light: Light) -> Found:
 
 def missing(dry: bool) -> list[str]:
     """Returns what the steps need and this machine lacks."""
-    needed = dict.fromkeys(name for step in STEPS for name in step.needs)
+    needed = dict.fromkeys(name for step in STEPS for name in step.required)
     return [name for name in needed if not is_here(name, dry)]
 
 
@@ -58,7 +58,7 @@ def is_here(name: str, dry: bool) -> bool:
     if name in (GPU, TWO_GPUS):
         return dry or num_gpus() >= (1 if name == GPU else 2)
     if name == MPI:
-        return runs("from mpi4py import MPI")
+        return bool(printed(sys.executable, "-c", "from mpi4py import MPI; print(MPI.Get_library_version())"))
     if name == "mpiexec":
         return any(map(shutil.which, ("mpiexec", "mpirun"))) or Path(sys.executable).with_name(name).exists()
     if name == "compute-sanitizer":
@@ -66,39 +66,30 @@ def is_here(name: str, dry: bool) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
+def printed(*command: str) -> list[str]:
+    """Returns the lines that a command prints; none if it fails, or does not exist."""
+    if shutil.which(command[0]) is None:
+        return []
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
+    if done.returncode:
+        print(done.stderr.strip().splitlines()[-1:] or f"status {done.returncode}: {command}")
+        return []
+    return done.stdout.strip().splitlines()
+
+
 @cache
 def num_gpus() -> int:
     """Returns how many GPUs torch finds in a process of its own; none if it can't be asked."""
-    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    found = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False).stdout.split()
-    return int(found[-1]) if found and found[-1].isdigit() else 0
-
-
-def runs(code: str) -> bool:
-    """Returns whether Python code succeeds in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", errors="replace", check=False
-    )
-    if done.returncode:
-        print(done.stderr.strip().splitlines()[-1:] or f"status {done.returncode}: {code}")
-    return done.returncode == 0
+    lines = printed(sys.executable, "-c", "import torch; print(torch.cuda.device_count())")
+    return int(lines[-1]) if lines else 0
 
 
 def nvidia_smi() -> dict:
     """Returns the driver, and how many devices the tool lists."""
-    if shutil.which("nvidia-smi") is None:
-        return {"driver": None, "num_smi": 0}
     fields = ["name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "power.limit"]
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    lines = (
-        subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
-        .stdout.strip()
-        .splitlines()
-    )
-    values = [value.strip() for value in lines[0].split(",")] if lines else []
-    if len(values) != len(fields):
-        return {"driver": None, "num_smi": 0}
-    return {"driver": values[1], "num_smi": len(lines), "smi": dict(zip(fields, values, strict=True))}
+    lines = printed("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
+    smi = dict(zip(fields, lines[0].split(", "), strict=False)) if lines else {}
+    return {"driver": smi.get("driver_version"), "num_smi": len(lines), "smi": smi}
 
 
 def of_gpu(properties) -> dict:
@@ -122,9 +113,6 @@ def degraded() -> list[str]:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return ["torch has no varlen_attn: packed sequences are attended to one by one"]
-    options = inspect.signature(varlen_attn).parameters
-    if "window_size" not in options:
-        return ["varlen_attn takes no window_size: packed sequences are attended to one by one"]
-    if "enable_gqa" not in options:
-        return ["varlen_attn takes no enable_gqa: grouped keys and values are repeated"]
-    return []
+    known, instead = inspect.signature(varlen_attn).parameters, "packed sequences are attended to one by one"
+    wanted = {"window_size": instead, "enable_gqa": "grouped keys and values are repeated"}
+    return [f"varlen_attn takes no {name}: {what}" for name, what in wanted.items() if name not in known][:1]

@@ -14,7 +14,6 @@ not pass; 3 where some were only skipped.
 Command: python -m bench first-light --out FOLDER [--steps kernels,decode | correctness | speed] [--dry]
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -28,8 +27,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.first_light.steps import FACTS, STEPS, Light, Step, chosen, environment, run_one
-from bench.rows import REPOSITORY, provenance
+from bench.first_light.steps import FACTS, STEPS, Step, chosen, command, environment
+from bench.rows import REPOSITORY, Arguments, provenance
+from rlhf_spmd.errors import UserError
 from tests.run_mpi import stop
 
 BUDGET_S = 540.0
@@ -97,18 +97,16 @@ class Walk:
         return not alone and self.steps[0] not in others and len(others) < self.together
 
     def _begin(self, step: Step) -> None:
-        missing = [name for name in step.needs if name in self.facts.get("missing", ())]
+        missing = [name for name in step.required if name in self.facts.get("missing", ())]
         left_s = self.end_s - time.monotonic()
         if missing:
             return self._end(step, f"skipped: {', '.join(missing)}")
         if left_s < LEAST_S:
             return self._end(step, "not reached: budget")
         log, now = self.out / f"{step.name}.log", time.monotonic()
-        words = ["--only", step.name, "--function", step.function, "--out", str(self.out), "--work", str(self.work)]
-        command = [sys.executable, "-m", "bench", "first-light", *words, *(["--dry"] if self.dry else [])]
         with open(log, "wb") as file:
             process = subprocess.Popen(
-                command,
+                command(step, self.out, self.work, dry=self.dry),
                 cwd=REPOSITORY,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
@@ -235,48 +233,22 @@ def walk(
         shutil.rmtree(work, ignore_errors=True)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="bench first-light",
-        description=__doc__,
-        epilog="Steps, and what each must hold to pass:\n"
-        + "\n".join(f"  {step.name:<16} {step.promise}" for step in STEPS),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def main(arguments: list[str]) -> int:
+    parser = Arguments("first-light", __doc__, writes=False)
+    parser.epilog = "Steps, and what each must hold to pass:\n" + "\n".join(
+        f"  {step.name:<16} {step.promise}" for step in STEPS
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="for verdicts, rows and logs: new, empty, or of an earlier walk, which is replaced",
-    )
+    text = "for verdicts, rows and logs: new, empty, or of an earlier walk, which is replaced"
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help=text)
     parser.add_argument("--steps", default="", metavar="NAMES", help="only these, or: correctness, speed")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help=f"seconds of all (default: {BUDGET_S:g})")
-    parser.add_argument("--together", type=int, help="steps of correctness at a time (default: by the cores)")
     parser.add_argument("--allow-skipped", action="store_true", help=f"end with 0, not {SKIPPED_STATUS}, after skips")
     parser.add_argument("--dry", action="store_true", help="everything small, on the CPU")
-    parser.add_argument("--only", help=argparse.SUPPRESS)  # this process takes one step, for a walk
-    parser.add_argument("--function", help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
-    if not parsed.only and parsed.out.is_dir() and any(parsed.out.iterdir()) and not (parsed.out / FILES[0]).exists():
-        parser.error(f"--out {parsed.out} holds other files; name a new folder")
-    try:
-        parsed.chosen = chosen(STEPS, parsed.steps)
-    except ValueError as error:
-        parser.error(str(error))
-    return parsed
-
-
-def main(arguments: list[str]) -> int:
-    parsed = parse(arguments)
-    if parsed.only:
-        sleeps = all(step.sleeps for step in STEPS if step.name == parsed.only)
-        step = Step(parsed.only, "", parsed.function, 0.0, sleeps=sleeps)
-        return run_one(step, Light(parsed.only, parsed.out, parsed.work, parsed.dry))
+    if parsed.out.is_dir() and any(parsed.out.iterdir()) and not (parsed.out / FILES[0]).exists():
+        raise UserError(f"--out {parsed.out} holds other files; name a new folder")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by which the steps are ended as well
-    budget_s, together = parsed.budget_s, parsed.together
-    verdicts = walk(parsed.chosen, parsed.out, budget_s=budget_s, together=together, dry=parsed.dry)
+    verdicts = walk(chosen(STEPS, parsed.steps), parsed.out, budget_s=parsed.budget_s, dry=parsed.dry)
     print(f"\n{show(verdicts)}\n{parsed.out}: verdicts.json, rows.jsonl, logs.txt")
     skipped = [row for row in verdicts if row["verdict"].startswith("skipped")]
     passed = sum(row["verdict"] == "passed" for row in verdicts)

@@ -3,11 +3,8 @@ process measures of the device, or a ratio to a peer in the same process; a dry 
 
 # R requests, P prompt tokens, G response tokens, B sequences
 
-import gc
-import random
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,19 +14,14 @@ from torch import Tensor
 from bench.first_light.steps import Found, Light, Missing
 from bench.forecast import derived
 from bench.forecast.derived import GPU, GPUS, LLAMA_7B, Derived
-from bench.speed.gpu_decode import Shape, captured
+from bench.speed.gpu_decode import captured
 from bench.speed.kernels import ROUNDS, gpu_cases, measure, measure_step, peak_bytes
 from bench.speed.roofline import alternate, ceilings_of, elapsed_s, precision_of
 from bench.tables import text_table
 from rlhf_spmd.config.model_folders import model_config_of
-from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.cost.seconds import head_flops, layer_flops
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.runtime.generation import kv_cache
-from rlhf_spmd.runtime.generation.engine import Engine
-from rlhf_spmd.runtime.generation.random_streams import OFFLINE
-from rlhf_spmd.runtime.generation.requests import Sampling
 
 ACTIVATIONS_OFF = 0.10  # of what plan/cost/memory.py says of a training step
 SAMPLE_SHARE = 0.60  # of the memory bandwidth
@@ -61,11 +53,6 @@ def random_model(shape: ModelShape, device: torch.device) -> Transformer:
     return model
 
 
-def bits_of(num: int, longest: int) -> Tensor:
-    """Returns the random bits of responses, [R, G]."""
-    return torch.from_numpy(random_bits(1, OFFLINE, 0, range(num), [0] * num, longest))
-
-
 def beside(light: Light, work: Callable[[GPU], Derived]) -> tuple[dict, str]:
     """Returns what some work should take on this type of device, for a row and in words; nothing where it has no data
     sheet."""
@@ -83,25 +70,9 @@ def beside(light: Light, work: Callable[[GPU], Derived]) -> tuple[dict, str]:
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
 
-def decode(light: Light) -> Found:
-    """Measures decoding inside the engine: from one round to the next, with scheduling and sampling."""
-    from bench.speed import generate_peers as peers
-    from bench.speed.generate_gpu import CONTEXT, ROWS, STEP_SHARE, decode_step
-
-    device = light.device
-    shape, rows, context = (DRY, 3, 40) if light.dry else (LLAMA_7B, ROWS, CONTEXT)
-    theirs = peers.random_model(shape, torch.bfloat16, device)
-    mine = peers.same_weights(theirs, torch.bfloat16)
-    ceilings = measured_ceilings(device)
-    should, words = beside(light, lambda gpu: derived.decode(gpu, shape, rows, context))
-    row = light.row(**decode_step(mine, ceilings, rows=rows, context=context) | ceilings | should)
-    told = f"{1e3 * row['step_s']:.2f} ms{words}, {row['share_of_memory']:.0%} of {gigabytes(ceilings)} GB/s"
-    return Found(light.dry or row["share_of_memory"] >= STEP_SHARE, told)
-
-
 def kernel_step(light: Light) -> Found:
     """Measures the kernels in one graph, without an engine."""
-    shape, rows, context = (Shape(32, 48, 2, 2, 16, 300), 2, 32) if light.dry else (Shape(), 64, 1024)
+    shape, rows, context = (ModelShape(2, 32, 48, 2, 2, 16, 300), 2, 32) if light.dry else (LLAMA_7B, 64, 1024)
     ceilings = measured_ceilings(light.device)
     row = light.row(**measure_step(light.device, ceilings, shape=shape, rows=rows, context=context))
     print(text_table("kernels", [row]))
@@ -146,93 +117,6 @@ def kernel_speed(light: Light) -> Found:
         num += 1
         below += [] if row["ok"] or light.dry else [f"{row['kernel']} {row['dtype']} {row['shape']}"]
     return Found(not below, f"{num - len(below)} of {num} cases" + "".join(f"; below: {name}" for name in below))
-
-
-# ---- whole generations -----------------------------------------------------------------------------------------------
-
-
-def generate(light: Light) -> Found:
-    return against_transformers(light, {"transformers": {}})
-
-
-def generate_static(light: Light) -> Found:
-    """Measures `generate` with a static cache, apart, because compiling may take minutes."""
-    if light.dry:
-        raise Missing("a compiler of transformers' static cache, which a dry run leaves out")
-    return against_transformers(light, {"transformers, static cache": {"cache_implementation": "static"}})
-
-
-def against_transformers(light: Light, options: Mapping[str, dict]) -> Found:
-    """Compares with transformers: responses of realistic lengths, which are judged, then some that all run to the
-    limit."""
-    from bench.speed import generate_peers as peers
-    from bench.speed.generate_compare import compare
-    from bench.speed.generate_gpu import LEAST, ROWS
-
-    shape = DRY if light.dry else LLAMA_7B
-    theirs = peers.without_ends(peers.random_model(shape, torch.bfloat16, light.device))
-    mine, vocab = peers.same_weights(theirs, torch.bfloat16), shape.vocab_size
-    works = {
-        "spread": peers.spread(vocab, num=4, places=2, limit=5)
-        if light.dry
-        else peers.spread(vocab, num=4 * ROWS, places=ROWS, limit=256),
-        "limit": peers.to_the_limit(vocab, num=2, new=4) if light.dry else peers.to_the_limit(vocab, num=ROWS, new=128),
-    }
-    told, ok = [], True
-    for kind, work in works.items():
-        promised = LEAST if kind == "spread" else 1.0
-        row = compare(work, theirs, mine, repeats=1, options=options)
-        row |= {"model": "Llama 7B shape", "promised": promised, "ok": row["ratio"] >= promised}
-        print(text_table("generate", [light.row(**row)]), flush=True)
-        gc.collect()
-        ok &= row["ok"]
-        told.append(f"{work.name}: {row['ours_tokens_per_s']:,.0f} tokens/s, {row['ratio']:.1f} times")
-    return Found(light.dry or ok, "; ".join(told))
-
-
-def nano_vllm_requests(num: int, least: int, most: int) -> tuple[list[list[int]], list[int]]:
-    """Returns prompts and lengths of responses as nano-vllm's bench.py draws them; with 256, 100 and 1,024 these are
-    142,827 and 133,966 tokens."""
-    rng = random.Random(0)
-    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(least, most))] for _ in range(num)]
-    return prompts, [rng.randint(least, most) for _ in range(num)]
-
-
-def nano_vllm(light: Light) -> Found:
-    """Compares with nano-vllm; graphs are captured before the clock starts, as there."""
-    num, least, most = (5, 2, 6) if light.dry else (256, 100, 1024)
-    model = random_model(DRY if light.dry else QWEN3_06B, light.device)
-    prompts, lengths = nano_vllm_requests(num, least, most)
-    prompts = [[token % model.config.vocab_size for token in prompt] for prompt in prompts]
-    free_bytes = CACHE_SHARE * kv_cache.free_bytes(light.device, 1)
-    engine = Engine(model, longest=2 * most, max_sequences=num, free_bytes=free_bytes)
-
-    def run(prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[float, Tensor]:
-        """Runs requests. Returns seconds, and the number of tokens of each response."""
-        bits_RG = bits_of(len(prompts), max(lengths))
-        settings = [Sampling(length, temperature=0.6) for length in lengths]
-        started = time.perf_counter()
-        numbers = engine.submit(prompts, bits_RG, settings)
-        engine.run()
-        lengths_R = (engine.results(numbers)[0] >= 0).sum(1).cpu()
-        return time.perf_counter() - started, lengths_R
-
-    warm = min(20, most)
-    run([[1 + i % 7, 2] for i in range(num)], [1 + warm * i // num for i in range(num)])  # fewer and fewer rows
-    seconds, lengths_R = run(prompts, lengths)
-    tokens = int(lengths_R.sum())
-    row = light.row(
-        work=f"{num} sequences, in and out {least}-{most}",
-        model="Qwen3-0.6B shape",
-        dtype="bfloat16",
-        prompt_tokens=sum(map(len, prompts)),
-        tokens=tokens,
-        seconds=seconds,
-        tokens_per_s=tokens / seconds,
-        num_preempted=engine.num_preempted,
-    )
-    told = f"{tokens:,} tokens in {seconds:.1f} s: {row['tokens_per_s']:,.0f} tokens/s"
-    return Found(lengths_R.tolist() == lengths, told + f", {engine.num_preempted} preempted")
 
 
 # ---- training, and a calibration -------------------------------------------------------------------------------------

@@ -7,14 +7,15 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.world.devices import set_defaults, sleep_while_waiting
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class Step:
     promise: what must hold to pass.
     function: module:name.
     limit_s: seconds it may take.
-    needs: what it is skipped without (a package, or a tool of the facts).
+    gpus, needs: what it is skipped without: so many GPUs, with all that their use needs, and a package or a tool of the
+        facts, or `program`, which is all that a run needs.
     group: those of `speed` have the machine to themselves.
     sleeps: while it waits for a device, as runs do.
     """
@@ -40,9 +42,16 @@ class Step:
     promise: str
     function: str
     limit_s: float
-    needs: tuple[str, ...] = ()
+    gpus: int = 0
+    needs: Sequence[str] = ()
     group: str = "correctness"
     sleeps: bool = True
+
+    @property
+    def required(self) -> list[str]:
+        """What the step is skipped without."""
+        others = (PROGRAM if name == "program" else (name,) for name in self.needs)
+        return [*((GPU if self.gpus == 1 else TWO_GPUS, *RUNTIME) if self.gpus else ()), *chain.from_iterable(others)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +79,6 @@ class Light:
     out: Path
     work: Path
     dry: bool = False
-    _rows: list[dict] = field(default_factory=list)
 
     @cached_property
     def device(self) -> "torch.device":
@@ -85,7 +93,6 @@ class Light:
 
     def row(self, **measured: Any) -> dict:
         """Keeps a row at once, so that it is there whatever happens next."""
-        self._rows.append(measured)
         with open(self.work / f"{self.name}.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(measured) + "\n")
         return measured
@@ -96,48 +103,32 @@ RUNTIME = ("torch", "triton", "psutil")
 PROGRAM = ("pydantic", "safetensors", "tokenizers", "tqdm", MPI)
 
 
-def _read(path: Path) -> tuple[Step, ...]:
-    """Returns the steps of a file."""
-    return tuple(
-        Step(
-            name,
-            one["promise"],
-            f"bench.first_light.{one['function']}",
-            one["limit_s"],
-            _needs(one["gpus"], one.get("needs", ())) if "gpus" in one else (),
-            one.get("group", GROUPS[0]),
-            one.get("sleeps", True),
-        )
-        for name, one in tomllib.loads(path.read_text(encoding="utf-8")).items()
-    )
-
-
-def _needs(gpus: int, names: Iterable[str]) -> tuple[str, ...]:
-    others = (PROGRAM if name == "program" else (name,) for name in names)
-    return (GPU if gpus == 1 else TWO_GPUS, *RUNTIME, *chain.from_iterable(others))
-
-
-STEPS = _read(Path(__file__).with_suffix(".toml"))
+STEPS = tuple(
+    Step(name, **one) for name, one in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
+)
 
 
 def chosen(steps: Iterable[Step], names: str) -> list[Step]:
     """Returns the steps of a list of names and groups with commas between them, in their order; the first step is
-    always taken, since it says what the others may use. Raises ValueError for an unknown name."""
-    steps = list(steps)
+    always taken, since it says what the others may use. Raises UserError for an unknown name."""
+    first, *others = steps
     wanted = [name.strip() for name in names.split(",") if name.strip()]
-    known = {step.name for step in steps} | set(GROUPS)
-    if unknown := [name for name in wanted if name not in known]:
-        raise ValueError(f"there is no step {unknown[0]!r}; there are {', '.join(step.name for step in steps)}")
-    return [
-        step
-        for index, step in enumerate(steps)
-        if index == 0 or not wanted or step.name in wanted or step.group in wanted
-    ]
+    known = [first.name, *(step.name for step in others)]
+    if unknown := [name for name in wanted if name not in (*known, *GROUPS)]:
+        raise UserError(f"there is no step {unknown[0]!r}; there are {', '.join(known)}")
+    return [first, *(step for step in others if not wanted or {step.name, step.group} & set(wanted))]
 
 
-def run_one(step: Step, light: Light) -> int:
-    """Takes a step in this process, and leaves its result in the work folder;
-    returns the exit status."""
+def command(step: Step, out: Path, work: Path, *, dry: bool) -> list[str]:
+    """Returns the command of a process that takes one step."""
+    words = [json.dumps(asdict(step)), str(out), str(work), *(["dry"] if dry else [])]
+    return [sys.executable, "-c", f"from {__name__} import main; main()", *words]
+
+
+def main() -> None:
+    """Takes a step in this process, and leaves its result in the work folder."""
+    step, (out, work) = Step(**json.loads(sys.argv[1])), map(Path, sys.argv[2:4])
+    light = Light(step.name, out, work, dry=len(sys.argv) > 4)
     module, _, name = step.function.partition(":")
     try:
         if step.sleeps and not light.dry:
@@ -146,9 +137,7 @@ def run_one(step: Step, light: Light) -> int:
         result = {"verdict": "passed" if found.ok else "failed", "told": found.told}
     except Missing as missing:
         result = {"verdict": f"skipped: {missing}", "told": ""}
-    (light.work / f"{step.name}.json").write_text(json.dumps(result), encoding="utf-8")
-    sys.stdout.flush()
-    return 0
+    (work / f"{step.name}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 def environment(dry: bool) -> dict[str, str]:

@@ -11,12 +11,10 @@ Cost: 8 minutes on two cores for each number of ranks, whose rows are replaced.
 Command: python -m bench lengths [--ranks N ...]
 """
 
-import argparse
 import dataclasses
 import json
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.forecast.measure_cpu import forecast_calls_s, measured_calls_s
-from bench.rows import Arguments, keep, one_world, rows_of_ranks, rows_so_far
+from bench.ranks import rows_of_ranks
+from bench.rows import Arguments, keep, rows_so_far
 from bench.speed.overlap import write_models
 from bench.tables import ended
 from rlhf_spmd.config import presets
@@ -220,37 +219,33 @@ def row_of(
     }
 
 
-def run_cases(file: Path) -> None:
-    """Runs all cases on each rank."""
+def start(world: Any, programs: Sequence[Program], config: Config) -> Calibration:
+    """Makes the groups of programs and those of a calibration, which it measures."""
     from rlhf_spmd.runtime.profile.profile import groups_of
 
-    rows: list[dict] = []
-    with one_world(file, rows) as world, tempfile.TemporaryDirectory() as name, planted() as tokens:
-        folder = Path(world.bcast(name, what="the folder"))
-        if world.rank == 0:
-            write_inputs(folder)
-        world.barrier("the models")
+    groups, pairs = communicators(programs)
+    world.start_torch(groups | groups_of(world, (1, 2)), pairs, threads=1)
+    return calibrate(world, config)
+
+
+def run_cases(world: Any, folder: Path) -> list[dict]:
+    """Runs all cases on each rank."""
+    rows = []
+    with planted() as tokens:
         configs = {algorithm: config_of(algorithm, folder) for algorithm in ALGORITHMS}
         cases = [(one, *case) for one, config in configs.items() for case in programs(config, world.size)]
-        groups, pairs = communicators(program for *_, program in cases)
-        world.start_torch(groups | groups_of(world, (1, 2)), pairs, threads=1)
-        calibration = calibrate(world, configs["ppo"])
+        calibration = start(world, [program for *_, program in cases], configs["ppo"])
         for algorithm, strategy, program in cases:
             seconds, calls_s = measure(world, configs[algorithm], program, tokens)
             rows.append(row_of(algorithm, strategy, program, calibration, seconds, calls_s))
-        world.barrier("the end of the folder")
+    return rows
 
 
 def main(arguments: list[str]) -> int:
     parser = Arguments("lengths", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="default: 2 4 8")
-    parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
-    parsed = parser.parse_args(arguments)
-    if parsed.on_ranks:
-        run_cases(parsed.on_ranks)
-        return 0
-    for size in parsed.ranks:
-        keep("lengths", rows_of_ranks("lengths", size), KEYS, lambda row: row["ranks"])
+    for size in parser.parse_args(arguments).ranks:
+        keep("lengths", rows_of_ranks(__name__, size, inputs=write_inputs), KEYS, lambda row: row["ranks"])
     rows = rows_so_far("lengths")
     near = sum(row["ok"] for row in rows)
     return ended("lengths", rows, ok=near >= SHARE * len(rows), cases=len(rows), near=near)

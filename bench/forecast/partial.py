@@ -8,16 +8,15 @@ time: the row has seconds per trained response, over iterations after the first 
 Cost: 18 minutes on two cores. Command: python -m bench partial
 """
 
-import argparse
 import dataclasses
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from bench.forecast import lengths as sleeping
-from bench.rows import Arguments, one_world, rows_of_ranks, write
+from bench.ranks import rows_of_ranks
+from bench.rows import Arguments, write
 from bench.tables import ended
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.pages.strategy import load_strategy
@@ -25,7 +24,6 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.lengths import lognormal
 from rlhf_spmd.plan.cost.partial import parts_of
-from rlhf_spmd.plan.program.transfers import communicators
 from rlhf_spmd.plan.proof import token_lags
 from rlhf_spmd.plan.workload import ResponseLengths
 
@@ -62,27 +60,15 @@ def measure(world: Any, config: Any, program: Any) -> dict[str, Any]:
     return {"iteration_s": seconds, "trained": rows, "measured_s": seconds / rows, "lag": statistics.fmean(lags or [1])}
 
 
-def run_cases(file: Path) -> None:
+def run_cases(world: Any, folder: Path) -> list[dict]:
     """Runs all cases on each rank."""
-    from rlhf_spmd.runtime.profile.profile import groups_of
-
-    rows: list[dict] = []
-    with (
-        one_world(file, rows) as world,
-        tempfile.TemporaryDirectory() as name,
-        sleeping.planted(Tokens(), TOKEN_S, DECODE_S) as tokens,
-    ):
-        folder = Path(world.bcast(name, what="the folder"))
-        if world.rank == 0:
-            sleeping.write_inputs(folder)
-        world.barrier("the models")
+    rows = []
+    with sleeping.planted(Tokens(), TOKEN_S, DECODE_S) as tokens:
         base = sleeping.config_of("ppo", folder, LIMIT, 64)
         configs = [dataclasses.replace(base, partial_steps=steps) for steps in STEPS]
         separation, cluster = load_strategy("separation"), Cluster.parse("1x2")
         programs = [separation.compile(make_workload(one), cluster, {"ahead": 1}) for one in configs]
-        groups, pairs = communicators(programs)
-        world.start_torch(groups | groups_of(world, (1, 2)), pairs, threads=1)
-        calibration = sleeping.calibrate(world, base)
+        calibration = sleeping.start(world, programs, base)
         for config, program in zip(configs, programs, strict=True):
             steps, began = config.partial_steps, time.perf_counter()
             tokens["steps"] = steps
@@ -94,16 +80,11 @@ def run_cases(file: Path) -> None:
             row |= measure(world, config, program) | {"wall_s": time.perf_counter() - began}
             row["error"] = row["forecast_s"] / row["measured_s"] - 1
             rows.append(row | {"ok": abs(row["error"]) <= TOLERANCE})
-        world.barrier("the end of the folder")
+    return rows
 
 
 def main(arguments: list[str]) -> int:
-    parser = Arguments("partial", __doc__)
-    parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
-    parsed = parser.parse_args(arguments)
-    if parsed.on_ranks:
-        run_cases(parsed.on_ranks)
-        return 0
-    rows = rows_of_ranks("partial", 2)
+    Arguments("partial", __doc__).parse_args(arguments)
+    rows = rows_of_ranks(__name__, 2, inputs=sleeping.write_inputs)
     write("partial", rows)
     return ended("partial", rows)

@@ -7,9 +7,6 @@ means that nothing hung, the median of the iterations is within 10% of the forec
 Cost: ten minutes on two cores. Command: python -m bench rehearse [STRATEGY ...] [--device-type h100-80g]
 """
 
-import json
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.forecast.own_ideas import add_machine, calibration_of
-from bench.rows import REPOSITORY, SHIPPED, Arguments, add
+from bench.rows import SHIPPED, Arguments, add, run
 from bench.tables import ended
 
 JOB, CALIBRATION = ("--layout", "8x8", "--preset", "llama-13b"), "a100-80g"
@@ -45,11 +42,10 @@ def measured(strategy: str, folder: Path, job: Sequence[str]) -> dict:
     source = strategy
     if strategy == PLAN:
         source = str(folder / "plan.py")
-        run("plan", *job, "--out", source)
+        run(1, ["plan", *job, "--json", "--out", source])
     began, memory = time.monotonic(), Memory()
-    out = run("rehearse", source, *job, "--json")
+    result = run(1, ["rehearse", source, *job, "--json"])
     took_s, peak = time.monotonic() - began, memory.stop()
-    result = json.loads(out.strip().rpartition("\n")[2])
     seconds = sorted(result["rehearsed_s"])
     error = seconds[len(seconds) // 2] / result["forecast_s"] - 1
     row = {
@@ -66,12 +62,6 @@ def measured(strategy: str, folder: Path, job: Sequence[str]) -> dict:
     }
     small = took_s <= MOST_S and peak <= MOST_BYTES and result["processor_share"] <= MOST_SHARE
     return row | {"ok": small and abs(error) <= NEAR}
-
-
-def run(*words: str) -> str:
-    """Runs the program and returns what it prints."""
-    command = [sys.executable, "-m", "rlhf_spmd", *words]
-    return subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout
 
 
 class Memory:

@@ -11,7 +11,6 @@ python -m bench scan --strategy mine.py --preset llama-13b --layout 2x8 --csv mi
 python -m bench scan --device-type h100-80g --preset llama-7b
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
@@ -27,7 +26,7 @@ from bench.forecast.suites import GRIDS, STAGES, SUITES, Case, grid_of, later_gr
 from bench.forecast.tuning import Found, best_options
 from bench.forecast.validate_systems import fastest
 from bench.rows import BASELINES, Arguments, write
-from bench.tables import text_table
+from bench.tables import finished, text_table
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.errors import UserError
@@ -289,5 +288,4 @@ def main(arguments: list[str]) -> int:
         row["samples_per_s"] or row["why_not"] for row in rows
     )
     holds = {claim: None if cases is None else not cases for claim, cases in claims.items()}
-    print(json.dumps({"bench": "scan", "suite": name, "cases": len(rows), **holds, "ok": ok}))
-    return 0 if ok else 1
+    return finished("scan", suite=name, cases=len(rows), **holds, ok=ok)

@@ -7,7 +7,7 @@ points, or 0.02 nats, worse than that of full training is not ok.
 
 Cost: ten minutes of one core for GRPO, as long for the others. Runs have one rank and one thread. Rows are added as
 they come: an interrupted bench goes on where it was.
-Command: python -m bench adapters [TASK ...] [--seeds 0,1,2,3,4]
+Command: python -m bench adapters [TASK ...]
 """
 
 import os
@@ -68,12 +68,8 @@ def judged(rows: list[dict]) -> list[dict]:
 
 def main(arguments: list[str]) -> int:
     parser = Arguments("adapters", __doc__, fills=True)
-    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"{', '.join(TASKS)}; none: all")
-    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="of the runs")
-    parsed = parser.parse_args(arguments)
-    if unknown := set(parsed.tasks) - set(TASKS):
-        parser.error(f"there is no task {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
-    tasks = parsed.tasks or list(TASKS)
-    keys = product(tasks, map(int, parsed.seeds.split(",")), RANKS)
+    parser.add_some("tasks", TASKS, "TASK")
+    tasks = parser.parse_args(arguments).tasks
+    keys = product(tasks, SEEDS, RANKS)
     rows = fill("adapters", [{"task": t, "rank": rank, "seed": s} for t, s, rank in keys], measured, finish=judged)
     return ended("adapters", [row for row in rows if row["task"] in tasks])

@@ -9,14 +9,14 @@ the edge of a token's interval shows whether rounding can explain it.
 Cost: ten minutes on two cores for PPO, as long for the others. Command: python -m bench invariance [ALGORITHM ...]
 """
 
-import argparse
-import json
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from bench.rows import Arguments, keep, on_ranks, one_world
+from bench.ranks import rows_of_ranks
+from bench.rows import Arguments, keep
 from bench.tables import ended
 from rlhf_spmd import embedded
 from rlhf_spmd.config import presets
@@ -66,34 +66,29 @@ class Case:
         return self.algorithm, self.ranks, self.strategy, " ".join(f"{k}={v}" for k, v in self.options.items())
 
 
-def _cases() -> list[Case]:
-    cases = [Case(ranks, "flattening") for ranks in (1, 2, 4, 5, 8)]
-    cases += [Case(4, "flattening", {"zero": str(stage)}) for stage in (1, 2, 3)]
-    for name in ("interleaving1", "interleaving2", "separation"):
-        cases += [Case(ranks, name) for ranks in (2, 4, 5, 8)] + [Case(4, name, {"zero": "2"})]
-    cases += [Case(4, "interleaving2", {"zero": "3"})]
-    lora = f"ppo{LORA}"  # ZeRO 2 means 1, and 3 is refused
-    cases += [Case(ranks, "flattening", algorithm=lora) for ranks in (1, 2, 4, 5, 8)]
-    cases += [Case(4, "flattening", {"zero": str(stage)}, lora) for stage in (1, 2)]
-    for name in ("interleaving1", "interleaving2", "separation", "reallocation"):
-        cases += [Case(ranks, name, algorithm=lora) for ranks in (2, 4, 5, 8)] + [Case(4, name, {"zero": "1"}, lora)]
-    cases += [Case(4, "reallocation", options, lora) for options in SPLIT]
-    for page in (f"ppo{MIXTURE}", f"grpo{MIXTURE}"):
-        cases += [Case(ranks, "flattening", algorithm=page) for ranks in (1, 2, 4, 5, 8)]
-        for name in ("interleaving1", "interleaving2", "separation", "reallocation"):
-            cases += [Case(ranks, name, algorithm=page) for ranks in (2, 4, 5, 8)]
-        cases += [Case(4, "reallocation", options, page) for options in SPLIT]
-    for page in WORDS:
-        if page not in ("ppo", lora) and not page.endswith(MIXTURE):
-            cases += [Case(ranks, "flattening", algorithm=page) for ranks in (1, 2, 4, 5, 8)]
-            cases += [Case(ranks, name, algorithm=page) for ranks, name in OTHERS]
-    return cases
-
-
 OTHERS = ((2, "interleaving2"), (4, "interleaving1"), (5, "separation"), (8, "separation"), (8, "interleaving2"))
 # by default training is split by tp alone, and generation is not
 SPLIT = ({"training_tp": "1", "generation_tp": "2"}, {"training_tp": "1", "training_pp": "2", "generation_pp": "2"})
-CASES = _cases()
+STRATEGIES = ("interleaving1", "interleaving2", "separation", "reallocation")
+ZERO = {  # at four ranks; with adapters ZeRO 2 means 1, and 3 is refused
+    "ppo": {"flattening": "123", "interleaving1": "2", "interleaving2": "23", "separation": "2"},
+    f"ppo{LORA}": {"flattening": "12"} | dict.fromkeys(STRATEGIES, "1"),
+}
+
+
+def _cases(page: str) -> Iterator[Case]:
+    """Yields the cases of an algorithm."""
+    everywhere = STRATEGIES[: 3 if page == "ppo" else 4] if page in ZERO or page.endswith(MIXTURE) else ()
+    places = [(ranks, name) for name in everywhere for ranks in (2, 4, 5, 8)] or OTHERS
+    for ranks, name in (*((ranks, "flattening") for ranks in (1, 2, 4, 5, 8)), *places):
+        yield Case(ranks, name, algorithm=page)
+    for name, stages in ZERO.get(page, {}).items():
+        yield from (Case(4, name, {"zero": stage}, page) for stage in stages)
+    if STRATEGIES[-1] in everywhere:
+        yield from (Case(4, STRATEGIES[-1], options, page) for options in SPLIT)
+
+
+CASES = [case for page in WORDS for case in _cases(page)]
 
 
 def load(algorithm: str, seed: int) -> Config:
@@ -113,17 +108,17 @@ def programs(algorithms: Collection[str], num_ranks: int) -> list[tuple[Case, Pr
     ]
 
 
-def run_cases(folder: Path, algorithms: Collection[str]) -> None:
-    """Runs the cases on each rank; rank 0 writes a JSON line and the weights of the trained models for each case."""
-    with one_world() as world:
-        cases = programs(algorithms, world.size)
-        world.start_torch(*communicators(program for _, program in cases), threads=1)
-        for case, program in cases:
-            for seed in SEEDS:
-                run_case(folder, world, case, program, seed)
+def run_cases(world: Any, _: Path, weights: str, *algorithms: str) -> list[dict]:
+    """Runs the cases on each rank. Returns what each of them and its seeds come to.
+
+    weights: a folder for those of the trained models.
+    """
+    cases = programs(algorithms, world.size)
+    world.start_torch(*communicators(program for _, program in cases), threads=1)
+    return [run_case(Path(weights), world, case, program, seed) for case, program in cases for seed in SEEDS]
 
 
-def run_case(folder: Path, world, case: Case, program: Program, seed: int) -> None:
+def run_case(folder: Path, world: Any, case: Case, program: Program, seed: int) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     from tests.edges import Replay
@@ -132,55 +127,40 @@ def run_case(folder: Path, world, case: Case, program: Program, seed: int) -> No
     config = load(case.algorithm, seed)
     run = RunOf(config, world, program) if world.size > 1 else Replay(config)
     metrics = run.iterations()
-    trained = program.workload.workflow.trained_models
-    weights = {f"{model}.{key}": w for model in trained for key, w in run.weights(model).items()}
+    trained, file = program.workload.workflow.trained_models, folder / "-".join([*map(str, case.key), str(seed)])
+    weights = {f"{model}.{key}": w.contiguous() for model in trained for key, w in run.weights(model).items()}
     if world.rank == 0:  # all these strategies train all models on rank 0
-        file = "-".join([*map(str, case.key), str(seed)])
-        save_file({key: w.contiguous() for key, w in weights.items()}, folder / f"{file}.safetensors")
-        closest = [min(map(min, rows.values())) for rows in run.distances] if world.size == 1 else None
-        found = {"key": case.key, "seed": seed, "metrics": metrics, "closest": closest}
-        (folder / f"{file}.json").write_text(json.dumps(found), encoding="utf-8")
+        save_file(weights, file)
         print(f"{' '.join(map(str, case.key))} seed {seed}", flush=True)
+    closest = [min(map(min, rows.values())) for rows in run.distances] if world.size == 1 else None
+    return {"key": case.key, "seed": seed, "metrics": metrics, "closest": closest, "weights": str(file)}
 
 
 def main(arguments: list[str]) -> int:
     parser = Arguments("invariance", __doc__)
-    parser.add_argument("algorithms", nargs="*", metavar="ALGORITHM", help="measured anew; none: all")
-    parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
-    parsed = parser.parse_args(arguments)
-    algorithms = parsed.algorithms or list(WORDS)
-    if unknown := set(algorithms) - set(WORDS):
-        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(WORDS)}")
-    if parsed.on_ranks:
-        run_cases(parsed.on_ranks, algorithms)
-        return 0
+    parser.add_some("algorithms", WORDS, "ALGORITHM")
+    algorithms = parser.parse_args(arguments).algorithms
     with tempfile.TemporaryDirectory() as name:
-        for num_ranks in sorted({case.ranks for case in CASES}):
-            on_ranks(num_ranks, ["invariance", "--on-ranks", name, *algorithms], limit_s=3600.0)
-        rows = compare(Path(name), algorithms)
+        sizes = sorted({case.ranks for case in CASES})
+        found = [one for num_ranks in sizes for one in rows_of_ranks(__name__, num_ranks, name, *algorithms)]
+        rows = compare(found, algorithms)
     for row in rows:
-        print(
-            "".join(f"{row['algorithm']}, {row['strategy']}, {row['ranks']} ranks: {text}\n" for text in row["flips"]),
-            end="",
-        )
+        for text in row["flips"]:
+            print(f"{row['algorithm']}, {row['strategy']}, {row['ranks']} ranks: {text}")
     keep("invariance", rows, KEYS, lambda row: list(WORDS).index(row["algorithm"]))
     return ended("invariance", rows, cases=len(rows), seeds=len(SEEDS))
 
 
-def compare(folder: Path, algorithms: Collection[str]) -> list[dict]:
+def compare(found: list[dict], algorithms: Collection[str]) -> list[dict]:
     """Compares the worst of all seeds against one rank: one row per case."""
-    from safetensors.torch import load_file
-
-    found: dict[tuple, dict[int, dict]] = {}
-    for file in folder.glob("*.json"):
-        case = json.loads(file.read_text(encoding="utf-8")) | {"weights": load_file(file.with_suffix(".safetensors"))}
-        found.setdefault(tuple(case["key"]), {})[case["seed"]] = case
+    named = {(*one["key"], one["seed"]): one for one in found}
     rows = []
     for case in CASES:
         if case.algorithm not in algorithms:
             continue
-        cases, base = found[case.key], found[Case(1, "flattening", algorithm=case.algorithm).key]
-        flips = [text for seed in SEEDS if (text := flip(cases[seed], base[seed]))]
+        alone = Case(1, "flattening", algorithm=case.algorithm)
+        pairs = [(named[*case.key, seed], named[*alone.key, seed]) for seed in SEEDS]
+        flips = [text for pair in pairs if (text := flip(*pair))]
         row = {
             "bench": "invariance",
             "algorithm": case.algorithm,
@@ -190,9 +170,9 @@ def compare(folder: Path, algorithms: Collection[str]) -> list[dict]:
             "seeds": list(SEEDS),
             "same_tokens": not flips,
             "flips": flips,
-            "closest_edge": min(min(base[seed]["closest"]) for seed in SEEDS),
-            "metrics_error": max(metrics_error(cases[seed], base[seed]) for seed in SEEDS),
-            "weights_error": max(weights_error(cases[seed], base[seed]) for seed in SEEDS),
+            "closest_edge": min(min(base["closest"]) for _, base in pairs),
+            "metrics_error": max(metrics_error(*pair) for pair in pairs),
+            "weights_error": max(weights_error(*pair) for pair in pairs),
         }
         row["ok"] = row["same_tokens"] and max(row["metrics_error"], row["weights_error"]) <= TOLERANCE
         rows.append(row)
@@ -217,6 +197,9 @@ def metrics_error(case: dict, base: dict) -> float:
 def weights_error(case: dict, base: dict) -> float:
     """Returns the largest relative error of the final weights of the trained models: of the first slice of the first
     stage, which rank 0 has."""
-    pairs = [(w.double(), base["weights"][name].double()) for name, w in case["weights"].items()]
+    from safetensors.torch import load_file
+
+    expected_of = load_file(base["weights"])
+    pairs = [(w.double(), expected_of[name].double()) for name, w in load_file(case["weights"]).items()]
     found = [(weight, expected[tuple(map(slice, weight.shape))]) for weight, expected in pairs]
     return max(float(((one - expected).abs() / expected.abs().clamp(min=1.0)).max()) for one, expected in found)

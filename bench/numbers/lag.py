@@ -3,7 +3,7 @@
 PPO and GRPO on the embedded problems; responses are drawn with the weights of `lag` iterations ago (the first ones,
 until there are so many), under each correction of the policy loss; evaluations use the newest weights. A pair is a run
 and that of the same page and seed without a lag. Rows that exist are not measured again, so it may be stopped and
-started; `--most N` measures so many and stops. Without a warm-up the first iterations move a token's logprob the most,
+started. Without a warm-up the first iterations move a token's logprob the most,
 those of GRPO by 0.04 to 0.15 nats, and by much more where nothing holds the actor near the generator. With half the
 rate, which rises over all 80 steps of a run (`--actor-lr 5e-5 --warmup 80`), the most is 0.04 to 0.06.
 
@@ -17,12 +17,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from bench.columns import MEASURE, paired
-from bench.rows import OUTPUT, Arguments, fill, read_rows, rows_so_far, train
+from bench.rows import Arguments, fill, read_rows, train
 from bench.tables import ended
 
 ON_A_RANK = "--on-a-rank"
@@ -113,7 +113,6 @@ def main(arguments: list[str]) -> int:
         sys.argv[1:] = arguments[2:]
         return program()
     parser = Arguments("lag", __doc__, fills=True)
-    parser.add_argument("--most", type=int, help="number of rows to measure now")
     parser.add_argument("--actor-lr", type=float, default=ACTOR_LR, metavar="RATE", help="rate of the actor")
     parser.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="steps over which the rates rise")
     parser.add_argument("--lag", type=int, nargs="+", choices=LAGS, default=LAGS, help="only runs of these lags")
@@ -122,8 +121,5 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     rates = {"actor_lr": parsed.actor_lr, "warmup": parsed.warmup}
     every = [dict(zip(KEY, case, strict=True)) | rates for case in cases(parsed.lag)]
-    have = [{name: row[name] for name in every[0]} for row in ([] if OUTPUT.again else rows_so_far("lag"))]
-    now = islice((case for case in every if case not in have), parsed.most)
-    rows = fill("lag", now, partial(measured, overrides=parsed.overrides), together=parsed.together)
-    num = sum(any(case.items() <= row.items() for row in rows) for case in every)
-    return ended("lag", paired(rows), ok=num == len(every), rows_of_all=[num, len(every)])
+    rows = fill("lag", every, partial(measured, overrides=parsed.overrides), together=parsed.together)
+    return ended("lag", paired(rows), ok=True)

@@ -8,24 +8,22 @@ parameters, and with --smollm2 SmolLM2-135M instead. On CPUs; on a GPU `bench fi
 
 Cost: five minutes on two cores, twenty with --smollm2, one with --quick (which judges and writes nothing), a quarter of
 one with --ours (only our generation, on one thread: work of which `tools unchanged` measures the processor time).
---precision and --work measure a part of it, and leave the rows of the rest.
-Command: python -m bench generate [--smollm2] [--quick | --ours] [--precision float32|bfloat16] [--work limit|spread]
+Command: python -m bench generate [--smollm2] [--quick | --ours]
 """
 
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from bench.rows import REPOSITORY, Arguments, keep
+from bench.rows import Arguments, keep
 from bench.speed import generate_peers as peers
-from bench.speed.generate_compare import compare
-from bench.speed.generate_costs import floor
-from bench.speed.roofline import ceilings_of, elapsed_s, name_of, precision_of
+from bench.speed import requests
+from bench.speed.roofline import ceilings_of, elapsed_s, floor, name_of, precision_of
 from bench.tables import ended, text_table
 from rlhf_spmd.model.transformer import Transformer
 
-SMOLLM2 = REPOSITORY / ".cache" / "smollm2-135m"
 CPU = torch.device("cpu")
 PLACES = 32
 THREADS = 2
@@ -35,33 +33,21 @@ CASE = ("model", "device", "dtype", "work")  # what tells rows apart
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def with_floor(row: dict, work: peers.Workload, mine: Transformer, ceilings: dict) -> dict:
+def with_floor(row: dict, work: requests.Workload, mine: Transformer, ceilings: dict) -> dict:
     """Returns a row of responses that all run to the limit, with its floor."""
     steps = work.lengths[0]
     costs, step_s = floor(mine, work.places, work.prompts_RP.shape[1] + steps / 2, ceilings), row["ours_s"] / steps
     return row | costs | {"step_s": step_s, "share_of_floor": costs["floor_s"] / step_s}
 
 
-def on_cpu(
-    folder: Path | None, ceilings: dict, *, quick: bool, precision: str | None = None, only: str | None = None
-) -> list[dict]:
-    """Measures rows of the small model, or of the one in a folder; of one precision and kind of work only, if given."""
-    rows, repeats = [], 1 if quick else REPEATS
-    limit, num = (128, 64) if quick else (256, 128)
-    for dtype in (dtype for dtype in DTYPES if precision in (None, precision_of(dtype))):
-        if folder is None:
-            theirs = peers.random_model(peers.SMALL, dtype, CPU)
-        else:
-            theirs = peers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        theirs = peers.without_ends(theirs)
-        mine, vocab_size, library = (
-            peers.same_weights(theirs, dtype),
-            theirs.config.vocab_size,
-            peers.use_fastest(dtype),
-        )
-        works = peers.works(vocab_size, num=num, places=PLACES, limit=limit)
-        for kind, work in ((kind, work) for kind, work in works.items() if only in (None, kind)):
-            row = compare(work, theirs, mine, repeats=repeats, options={"transformers": {}})
+def on_cpu(folder: Path | None, ceilings: dict, *, quick: bool) -> list[dict]:
+    """Measures rows of the small model, or of the one in a folder."""
+    rows, (limit, num) = [], (128, 64) if quick else (256, 128)
+    for dtype in DTYPES:
+        theirs, library = peers.model_of(folder, dtype), peers.use_fastest(dtype)
+        mine, vocab_size = peers.same_weights(theirs, dtype), theirs.config.vocab_size
+        for kind, work in requests.works(vocab_size, num=num, places=PLACES, limit=limit).items():
+            row = peers.compare(work, theirs, mine, repeats=1 if quick else REPEATS, options={"transformers": {}})
             row |= {"model": "SmolLM2-135M" if folder else "Llama 28 M", "promised": LEAST[kind], "products": library}
             row["ok"] = row["ratio"] >= row["promised"]
             if kind == "limit":
@@ -74,11 +60,10 @@ def on_cpu(
 def ours_only() -> None:
     """Prints our tokens per second with the small model, without peers and ceilings."""
     for dtype in DTYPES:
-        theirs = peers.without_ends(peers.random_model(peers.SMALL, dtype, CPU))
-        mine, vocab_size = peers.same_weights(theirs, dtype), theirs.config.vocab_size
+        mine = peers.same_weights(peers.model_of(None, dtype), dtype)
         peers.use_fastest(dtype)
-        for work in peers.works(vocab_size, num=64, places=PLACES, limit=64).values():
-            taken_s = elapsed_s(lambda work=work, mine=mine: peers.by_ours(mine, work))
+        for work in requests.works(peers.SMALL.vocab_size, num=64, places=PLACES, limit=64).values():
+            taken_s = elapsed_s(partial(requests.by_ours, mine, work))
             print(f"{precision_of(dtype)}, {work.name}: {work.num_tokens / taken_s:,.0f} tokens/s", flush=True)
 
 
@@ -87,18 +72,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M instead of the random model")
     parser.add_argument("--quick", action="store_true", help="once, and less of it; judges and writes nothing")
     parser.add_argument("--ours", action="store_true", help="only ours; judges and writes nothing")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), help="only this one")
-    parser.add_argument("--work", choices=list(LEAST), help="only this kind of responses")
     parsed = parser.parse_args(arguments)
-    if parsed.smollm2 and not (SMOLLM2 / "model.safetensors").is_file():
-        parser.error(f"{SMOLLM2} is not there; `make .cache/smollm2-135m/model.safetensors` fetches and converts it")
     if parsed.ours:
         torch.set_num_threads(1)  # threads that wait for one another would count as work
         ours_only()
         return 0
     torch.set_num_threads(THREADS)
-    ceilings, part = ceilings_of(CPU, *DTYPES), {"precision": parsed.precision, "only": parsed.work}
-    rows = on_cpu(SMOLLM2 if parsed.smollm2 else None, ceilings, quick=parsed.quick, **part)
+    rows = on_cpu(peers.smollm2() if parsed.smollm2 else None, ceilings_of(CPU, *DTYPES), quick=parsed.quick)
     if parsed.quick:
         return ended("generate", rows, ok=True)
     about = {"bench": "generate", "device": name_of(CPU), "transformers": version("transformers")}

@@ -6,16 +6,19 @@ tokens and 128 new ones, by turns in one process and on one thread. Copies are m
 of a run with lora.generate=joined. Promised: 0.85 times the tokens/s in both precisions with adapters apart.
 On a busy machine processor time says more than seconds, so both are in the rows, as medians of ratios.
 
-Cost: eight minutes of one core. Command: python -m bench generate-adapters [--precision float32|bfloat16] [--repeats 5]
+Cost: eight minutes of one core. Command: python -m bench generate-adapters
 """
 
 import time
+from functools import partial
 from statistics import median
 
 import torch
 
-from bench.rows import Arguments, keep
+from bench.rows import Arguments, write
 from bench.speed import generate_peers as peers
+from bench.speed.requests import by_ours, shortened, to_the_limit
+from bench.speed.roofline import in_turns
 from bench.tables import ended
 from rlhf_spmd.model.linear import lay_adjacent, sum_bytes
 from rlhf_spmd.model.transformer import Transformer
@@ -23,7 +26,7 @@ from rlhf_spmd.plan.adapters import Adapters
 from rlhf_spmd.plan.workload import ModelShape
 
 SMOLLM2 = ModelShape(30, 576, 1536, 9, 3, 64, 49152, tied=True)
-RANK, PLACES, NEW, LEAST = 16, 32, 128, 0.85
+RANK, PLACES, NEW, LEAST, REPEATS = 16, 32, 128, 0.85, 5
 PRECISIONS = ("float32", "bfloat16")
 
 
@@ -38,44 +41,50 @@ def models(dtype: torch.dtype) -> tuple[Transformer, Transformer]:
     return dense, adapted
 
 
-def compare(precision: str, repeats: int) -> dict:
+def seconds_of(call: partial) -> dict[str, float]:
+    """Measures seconds, and those of the processor."""
+    began, used = time.perf_counter(), time.process_time()
+    call()
+    return {"wall": time.perf_counter() - began, "processor": time.process_time() - used}
+
+
+def compare(precision: str) -> dict:
     """Measures the row of a precision."""
     dtype = getattr(torch, precision)
     (dense, adapted), library = models(dtype), peers.use_fastest(dtype)
     ways = {"dense": (dense, False), "apart": (adapted, False), "joined": (adapted, True)}
-    work = peers.to_the_limit(SMOLLM2.vocab_size, num=PLACES, new=NEW)
-    for model, joins in ways.values():
-        peers.by_ours(model, peers.shortened(work, 4), adds_adapters=joins)
-    walls: dict[str, list[float]] = {name: [] for name in ways}  # dense seconds over those of each way
-    processors: dict[str, list[float]] = {name: [] for name in ways}
-    seconds = []
-    for turn in range(repeats):
-        wall, processor = {}, {}
-        for name in list(ways)[:: 1 if turn % 2 else -1]:
-            model, joins = ways[name]
-            began, used = time.perf_counter(), time.process_time()
-            peers.by_ours(model, work, adds_adapters=joins)
-            wall[name], processor[name] = time.perf_counter() - began, time.process_time() - used
-        for name in ways:
-            walls[name].append(wall["dense"] / wall[name])
-            processors[name].append(processor["dense"] / processor[name])
-        seconds.append(processor["apart"])
-        shown = ", ".join(f"{name} {walls[name][-1]:.3f} ({processors[name][-1]:.3f})" for name in ways)
-        print(f"{precision} by seconds (by processor time): {shown}", flush=True)
-    ratio = median(processors["apart"])
-    row = {"bench": "generate-adapters", "model": "shape of SmolLM2-135M", "dtype": precision, "products": library}
-    row |= {"rank": RANK, "rows": PLACES, "new_tokens": NEW, "repeats": repeats, "ratio": ratio}
-    row |= {"ratio_by_seconds": median(walls["apart"]), "processor_tokens_per_s": work.num_tokens / median(seconds)}
-    row |= {"joined_ratio": median(processors["joined"]), "joined_ratio_by_seconds": median(walls["joined"])}
-    return row | {"joined_bytes": sum_bytes(adapted), "promised": LEAST, "ok": ratio >= LEAST}
+    work, calls = to_the_limit(SMOLLM2.vocab_size, num=PLACES, new=NEW), {}
+    for name, (model, joins) in ways.items():
+        by_ours(model, shortened(work, 4), adds_adapters=joins)
+        calls[name] = partial(seconds_of, partial(by_ours, model, work, adds_adapters=joins))
+    rounds = in_turns(calls, REPEATS)
+
+    def ratio(name: str, clock: str) -> float:
+        return median(one["dense"][clock] / one[name][clock] for one in rounds)
+
+    return {
+        "bench": "generate-adapters",
+        "model": "shape of SmolLM2-135M",
+        "dtype": precision,
+        "products": library,
+        "rank": RANK,
+        "rows": PLACES,
+        "new_tokens": NEW,
+        "repeats": REPEATS,
+        "ratio": ratio("apart", "processor"),
+        "ratio_by_seconds": ratio("apart", "wall"),
+        "processor_tokens_per_s": work.num_tokens / median(one["apart"]["processor"] for one in rounds),
+        "joined_ratio": ratio("joined", "processor"),
+        "joined_ratio_by_seconds": ratio("joined", "wall"),
+        "joined_bytes": sum_bytes(adapted),
+        "promised": LEAST,
+        "ok": ratio("apart", "processor") >= LEAST,
+    }
 
 
 def main(arguments: list[str]) -> int:
-    parser = Arguments("generate-adapters", __doc__)
-    parser.add_argument("--precision", choices=PRECISIONS, help="only this one")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of all three")
-    parsed = parser.parse_args(arguments)
+    Arguments("generate-adapters", __doc__).parse_args(arguments)
     torch.set_num_threads(1)
-    rows = [compare(one, parsed.repeats) for one in PRECISIONS if parsed.precision in (None, one)]
-    keep("generate_adapters", rows, ("dtype",), lambda row: PRECISIONS.index(row["dtype"]))
+    rows = list(map(compare, PRECISIONS))
+    write("generate_adapters", rows)
     return ended("generate-adapters", rows)

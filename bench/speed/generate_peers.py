@@ -1,76 +1,40 @@
-"""Ours and transformers' way to generate the same requests with the same weights, which `bench generate` times.
-
-A request is a prompt of random tokens and the number of tokens that its response has. Ours gives free places to the
-next in line; transformers takes batches in the same order, and each lasts until its longest response has ended.
+"""Ours and transformers' way to generate the same requests with the same weights, timed in turns. Ours gives free
+places to the next in line; transformers takes batches in the same order, and each lasts until its longest response has
+ended.
 """
 
-# R requests, P prompt tokens, G longest response
+# R requests, P prompt tokens
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from bench.speed.roofline import precision_of
+from bench.rows import REPOSITORY
+from bench.speed.requests import Workload, by_ours, shortened
+from bench.speed.roofline import elapsed_s, in_turns, medians, precision_of
 from rlhf_spmd.config.model_folders import model_config_of
-from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.products import use
 from rlhf_spmd.model.config import from_hf, to_hf
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.runtime.generation.engine import Engine
-from rlhf_spmd.runtime.generation.random_streams import OFFLINE
-from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.profile.products import of_this_machine
 
-PROMPT = 32
+SMOLLM2 = ".cache/smollm2-135m/model.safetensors"
 LONGEST = 2048  # tokens of a sequence
 SMALL = ModelShape(8, 512, 1408, 8, 4, 64, 8192, tied=True)  # the embedded model's family, 28 M parameters
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """places: sequences decoded at the same time, which is transformers' batch."""
-
-    name: str
-    prompts_RP: Tensor
-    lengths: tuple[int, ...]
-    places: int
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of response tokens."""
-        return sum(self.lengths)
-
-    @property
-    def longest(self) -> int:
-        return self.prompts_RP.shape[1] + max(self.lengths)
-
-
-def to_the_limit(vocab_size: int, *, num: int, new: int, prompt: int = PROMPT) -> Workload:
-    """Returns requests whose responses all have as many tokens as any may have."""
-    return Workload(f"all {new} tokens", _prompts(num, prompt, vocab_size), (new,) * num, num)
-
-
-def spread(vocab_size: int, *, num: int, places: int, limit: int, median: float = 40.0) -> Workload:
-    """Returns lengths as responses have them, most of them far from the limit: log-normal with a sigma of 1."""
-    lengths = np.random.default_rng(0).lognormal(np.log(median), 1.0, num).round().clip(1, limit).astype(int)
-    return Workload(f"spread, 1-{limit}", _prompts(num, PROMPT, vocab_size), tuple(lengths.tolist()), places)
-
-
-def works(vocab_size: int, *, num: int, places: int, limit: int) -> dict[str, Workload]:
-    """Returns both kinds of requests, by name."""
-    return {
-        "limit": to_the_limit(vocab_size, num=places, new=limit),
-        "spread": spread(vocab_size, num=num, places=places, limit=limit),
-    }
-
-
-def _prompts(num: int, length: int, vocab_size: int) -> Tensor:
-    return torch.randint(3, vocab_size, (num, length), generator=torch.Generator().manual_seed(0))
+def smollm2() -> Path:
+    """Returns the folder of SmolLM2-135M. Raises UserError if it is not there."""
+    path = REPOSITORY / SMOLLM2
+    if not path.is_file():
+        raise UserError(f"{path.parent} is not there; `make {SMOLLM2}` fetches and converts it")
+    return path.parent
 
 
 def random_model(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> AutoModelForCausalLM:
@@ -80,6 +44,13 @@ def random_model(shape: ModelShape, dtype: torch.dtype, device: torch.device) ->
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def model_of(folder: Path | None, dtype: torch.dtype) -> AutoModelForCausalLM:
+    """Returns the model of a folder, or the small one, on a CPU, without ends of responses."""
+    if folder is None:
+        return without_ends(random_model(SMALL, dtype, torch.device("cpu")))
+    return without_ends(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval())
 
 
 def without_ends(theirs: AutoModelForCausalLM) -> AutoModelForCausalLM:
@@ -108,21 +79,6 @@ def use_fastest(dtype: torch.dtype) -> str:
     return choice.library
 
 
-def by_ours(model: Transformer, work: Workload, *, adds_adapters: bool = False) -> int:
-    """Generates by our engine. Returns the tokens.
-
-    adds_adapters: of the engine.
-    """
-    engine = Engine(model, longest=work.longest, max_sequences=work.places, adds_adapters=adds_adapters)
-    num = len(work.lengths)
-    bits_RG = torch.from_numpy(random_bits(1, OFFLINE, 0, range(num), [0] * num, max(work.lengths)))
-    requests = engine.submit(work.prompts_RP.tolist(), bits_RG, [Sampling(length) for length in work.lengths])
-    engine.run()
-    responses_RG, logprobs_RG, _ = engine.results(requests)
-    assert bool((logprobs_RG[responses_RG >= 0] < 0).all())
-    return int((responses_RG >= 0).sum())
-
-
 class AtLength(StoppingCriteria):
     """Each row ends at its own length."""
 
@@ -134,9 +90,8 @@ class AtLength(StoppingCriteria):
 
 
 @torch.no_grad()
-def by_transformers(theirs: AutoModelForCausalLM, work: Workload, **options) -> int:
-    """Generates by transformers. Returns the tokens that count: those up to each row's length."""
-    tokens = 0
+def by_transformers(theirs: AutoModelForCausalLM, work: Workload, **options) -> None:
+    """Generates by transformers. Only the tokens up to each row's length count."""
     for start in range(0, len(work.lengths), work.places):
         part = slice(start, start + work.places)
         prompts_RP = work.prompts_RP[part].to(theirs.device)
@@ -154,11 +109,43 @@ def by_transformers(theirs: AutoModelForCausalLM, work: Workload, **options) -> 
             **options,
         )
         assert found.shape[1] == width + max(lengths), "the batch lasts until its longest response has ended"
-        tokens += sum(lengths)
-    return tokens
 
 
-def shortened(work: Workload, new: int) -> Workload:
-    """Returns the same requests with at most so many tokens each: for warming up, and for a look inside."""
-    lengths: Sequence[int] = [min(length, new) for length in work.lengths[: work.places]]
-    return Workload(work.name, work.prompts_RP[: work.places], tuple(lengths), work.places)
+def timed(calls: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Measures the median seconds of each call, in turns."""
+    return medians(in_turns({name: partial(elapsed_s, call) for name, call in calls.items()}, repeats))
+
+
+def compare(work: Workload, theirs, mine: Transformer, *, repeats: int, options: Mapping[str, dict]) -> dict:
+    """Measures the row of one workload.
+
+    options: of transformers' `generate`, for each way to call it.
+    """
+    calls = {"ours": partial(by_ours, mine, work)}
+    calls |= {name: partial(by_transformers, theirs, work, **more) for name, more in options.items()}
+    brief = shortened(work, 2)
+    by_ours(mine, brief)
+    for more in options.values():
+        by_transformers(theirs, work if more else brief, **more)  # a static cache compiles for its own length
+    return row_of(work, mine.dtype, timed(calls, repeats))
+
+
+def row_of(work: Workload, dtype: torch.dtype, seconds: dict[str, float]) -> dict:
+    """Returns the row of one workload.
+
+    seconds: of each way, ours among them.
+    """
+    tokens, peers_s = work.num_tokens, {name: taken_s for name, taken_s in seconds.items() if name != "ours"}
+    return {
+        "dtype": precision_of(dtype),
+        "work": work.name,
+        "requests": len(work.lengths),
+        "places": work.places,
+        "tokens": tokens,
+        "mean_length": tokens / len(work.lengths),
+        "ours_s": seconds["ours"],
+        "ours_tokens_per_s": tokens / seconds["ours"],
+        "peers_s": peers_s,
+        "peers_tokens_per_s": {name: tokens / taken_s for name, taken_s in peers_s.items()},
+        "ratio": min(peers_s.values()) / seconds["ours"],
+    }

@@ -4,7 +4,6 @@ measured memory bandwidth does it reach? Weights are random; every layer has its
 # B rows, D hidden, I intermediate, H heads (no grouping, as Llama 7B), d head dim, V vocabulary
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,26 +14,17 @@ from rlhf_spmd.kernels.rmsnorm import rmsnorm
 from rlhf_spmd.kernels.rope import rope
 from rlhf_spmd.kernels.sample import sample
 from rlhf_spmd.kernels.silu_mul import silu_mul
+from rlhf_spmd.plan.workload import ModelShape
 
 BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    hidden: int = 4096
-    inner: int = 11008
-    layers: int = 32
-    heads: int = 32
-    head_dim: int = 128
-    vocab: int = 32000
 
 
 class DecodeBench:
     """`step()` decodes one token of every row; `num_bytes` is what any implementation must read."""
 
-    def __init__(self, device: torch.device, shape: Shape, *, rows: int, context: int, dtype=torch.bfloat16):
+    def __init__(self, device: torch.device, shape: ModelShape, *, rows: int, context: int, dtype=torch.bfloat16):
         self.shape, self.rows, self.device, self.dtype = shape, rows, device, dtype
-        hidden, inner, heads = shape.hidden, shape.inner, shape.heads * shape.head_dim
+        hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim
         sizes = {
             "qkv": (3 * heads, hidden),
             "o": (hidden, heads),
@@ -43,15 +33,12 @@ class DecodeBench:
         }
         self.layers = [
             {name: self._weight(*size) for name, size in sizes.items()} | {"norms": self._ones(2, hidden)}
-            for _ in range(shape.layers)
+            for _ in range(shape.num_layers)
         ]
-        self.embed, self.unembed, self.norm = (
-            self._weight(shape.vocab, hidden),
-            self._weight(shape.vocab, hidden),
-            self._ones(hidden),
-        )
+        self.embed, self.unembed = (self._weight(shape.vocab_size, hidden) for _ in range(2))
+        self.norm = self._ones(hidden)
         per_row = -(-context // BLOCK_SIZE)
-        blocks = (shape.layers, 2, rows * per_row, shape.heads, BLOCK_SIZE, shape.head_dim)
+        blocks = (shape.num_layers, 2, rows * per_row, shape.num_heads, BLOCK_SIZE, shape.head_dim)
         self.cache = torch.randn(blocks, dtype=dtype, device=device)
         self.tables = torch.randperm(rows * per_row, device=device).view(rows, per_row).int()
         self.lengths = torch.full((rows,), context, dtype=torch.int32, device=device)
@@ -62,7 +49,7 @@ class DecodeBench:
         angles = torch.rand(rows, shape.head_dim // 2, device=device)
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
         used = sum(weight.nbytes for layer in self.layers for weight in layer.values()) + self.unembed.nbytes
-        self.num_bytes = used + 2 * shape.layers * rows * context * heads * self.cache.element_size()
+        self.num_bytes = used + 2 * shape.num_layers * rows * context * heads * self.cache.element_size()
 
     def _weight(self, rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, device=self.device, dtype=self.dtype).mul_(columns**-0.5)
@@ -73,7 +60,7 @@ class DecodeBench:
     @torch.inference_mode()
     def step(self) -> torch.Tensor:
         """Makes one step and returns the drawn tokens [B]."""
-        num_heads, head_dim = self.shape.heads, self.shape.head_dim
+        num_heads, head_dim = self.shape.num_heads, self.shape.head_dim
         decode = Decode.prepare(self.tables, self.lengths, BLOCK_SIZE, self.dtype)
         added, x = F.embedding(self.tokens, self.embed), None
         for layer, (keys, values) in zip(self.layers, self.cache, strict=True):

@@ -18,10 +18,11 @@ import triton  # noqa: F401  before the kernels, which load it by themselves on 
 
 from bench.rows import Arguments, write
 from bench.speed import kernel_cases as cases
-from bench.speed.gpu_decode import DecodeBench, Shape
+from bench.speed.gpu_decode import DecodeBench
 from bench.speed.kernel_cases import Case
 from bench.speed.roofline import alternate, ceilings_of, name_of, precision_of
 from bench.tables import ended, text_table
+from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.records.software import version_of
 
 ROUNDS = 15
@@ -128,29 +129,25 @@ def _status_bytes(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure_step(device: torch.device, ceilings: dict, *, shape: Shape, rows: int, context: int) -> dict:
+def measure_step(device: torch.device, ceilings: dict, *, shape: ModelShape, rows: int, context: int) -> dict:
     """Measures the row of a whole decode step."""
     bench = DecodeBench(device, shape, rows=rows, context=context)
     step_s = alternate({"step": bench.captured()}, device, rounds=ROUNDS)["step"]
     share = bench.num_bytes / step_s / ceilings["memory_bytes_per_s"]
-    what = f"{rows} rows, {context} tokens, {shape.layers} layers of {shape.hidden}"
+    what = f"{rows} rows, {context} tokens, {shape.num_layers} layers of {shape.hidden_size}"
     row = {"kernel": "decode step", "shape": what, "dtype": "bfloat16", "ours_s": step_s, "share_of_memory": share}
     promised = {"share of memory": STEP_SHARE}
     return row | {"peers_s": {}, "times_faster": {}, "promised": promised, "ok": share >= STEP_SHARE}
 
 
 def main(arguments: list[str]) -> int:
-    parser = Arguments("kernels", __doc__)
-    parser.add_argument("--only", default="", help="measure only the kernels whose name holds this; writes nothing")
-    parsed = parser.parse_args(arguments)
+    Arguments("kernels", __doc__).parse_args(arguments)
     device = torch.device("cpu")
     ceilings = ceilings_of(device, torch.float32, torch.bfloat16)
     rows = []
     for case in cpu_cases(device):
-        if parsed.only in case.kernel:
-            rows.append(measure(case, device, ceilings))
-            print(text_table("kernels", rows[-1:]), flush=True)
+        rows.append(measure(case, device, ceilings))
+        print(text_table("kernels", rows[-1:]), flush=True)
     about = {"bench": "kernels", "device": name_of(device), "triton": version_of("triton"), **ceilings}
-    if not parsed.only:
-        write("kernels", [about | row for row in rows])
+    write("kernels", [about | row for row in rows])
     return ended("kernels", rows)

@@ -14,10 +14,11 @@ import argparse
 import json
 import statistics
 import subprocess
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.rows import RESULTS, Arguments, on, provenance, read_rows, rows_at
+from bench.rows import OUTPUT, RESULTS, Arguments, fill, on, read_rows
 from bench.tables import ended
 from rlhf_spmd.config.options import Config, make_workload
 from rlhf_spmd.config.presets import load
@@ -45,20 +46,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/measure/rows.jsonl"), help="file of rows, added to")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of all cells")
     parsed = parser.parse_args(arguments)
-    if not parsed.out.suffix:  # the runs lie in a folder of its name without it
+    if parsed.out.suffix != ".jsonl":  # the runs lie in a folder of its name without it
         parser.error(f"--out {parsed.out}: give FILE.jsonl")
     Cluster.parse(parsed.layout)
     loaded = {preset: load(preset, parsed.overrides, algorithm=parsed.algorithm) for preset in parsed.preset}
-    parsed.out.parent.mkdir(parents=True, exist_ok=True)
-    for preset, config in loaded.items():
-        for strategy in parsed.strategy:
-            cell = dict(zip(KEY, (parsed.algorithm, preset, parsed.layout, strategy, parsed.overrides), strict=True))
-            if not any(cell.items() <= row.items() for row in rows_at(parsed.out)):
-                row = {"bench": "measure"} | cell | measure(cell, config, parsed) | provenance()
-                with parsed.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(f"{preset}, {strategy}: {row['why_not'] or format(row['iteration_s'], '.2f') + ' s'}", flush=True)
-    rows = [row for row in rows_at(parsed.out) if row["layout"] == parsed.layout]
+    OUTPUT.folder = parsed.out.parent
+    cells = [
+        dict(zip(KEY, (parsed.algorithm, preset, parsed.layout, strategy, parsed.overrides), strict=True))
+        for preset, strategy in product(loaded, parsed.strategy)
+    ]
+    every = fill(parsed.out.stem, cells, lambda cell: measure(cell, loaded[cell["preset"]], parsed))
+    rows = [row for row in every if row["layout"] == parsed.layout]
     return ended("measure", rows, ok=any(not row["why_not"] for row in rows), out=str(parsed.out))
 
 
@@ -81,7 +79,14 @@ def measure(cell: dict[str, Any], config: Config, parsed: argparse.Namespace) ->
     ]
     ranks = on(Cluster.parse(cell["layout"]).num_devices, parsed.launcher)
     command = [*ranks, "rlhf_spmd", "train", *words]
-    nothing = {"options": options, "why_not": "", "out_of_memory": False, "samples_per_s": None, "iteration_s": None}
+    nothing = {
+        "bench": "measure",
+        "options": options,
+        "why_not": "",
+        "out_of_memory": False,
+        "samples_per_s": None,
+        "iteration_s": None,
+    }
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=parsed.limit, check=False)
     except subprocess.TimeoutExpired:

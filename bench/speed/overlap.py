@@ -12,16 +12,15 @@ iterations. A chain is measured from the end of an iteration on a rank to the en
 Cost: four minutes. Command: python -m bench overlap
 """
 
-import argparse
 import dataclasses
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.rows import Arguments, one_world, rows_of_ranks, write
+from bench.ranks import rows_of_ranks
+from bench.rows import Arguments, write
 from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config, make_workload
@@ -80,19 +79,24 @@ def small(folder: Path, epochs: int = 1) -> Config:
 
 
 def write_models(folder: Path, num_kv_heads: int = 1) -> None:
-    """Writes a small actor and reward model with random weights and the embedded tokenizer."""
+    """Writes a small actor and reward model."""
+    sizes = {"num_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "head_dim": 4}
+    for name, head in (("actor", "lm"), ("reward", "scalar")):
+        write_random(name, head, folder / name, **sizes, num_kv_heads=num_kv_heads)
+
+
+def write_random(name: str, head: str, folder: Path, **sizes: int) -> None:
+    """Writes a model with random weights that has some other sizes than an embedded one, and its tokenizer."""
     from rlhf_spmd import embedded
     from rlhf_spmd.model.hf import load_model, save_state
     from rlhf_spmd.model.texts.tokenizer_files import Texts
     from rlhf_spmd.model.transformer import Transformer
 
-    for name, head in (("actor", "lm"), ("reward", "scalar")):
-        source = embedded.path_of(name)
-        sizes = {"num_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "head_dim": 4}
-        shape = dataclasses.replace(load_model(source, head=head).config, **sizes, num_kv_heads=num_kv_heads)
-        model = Transformer(shape, head=head)
-        model.init_weights(seed=0)
-        save_state(model.state_dict(), shape, head, folder / name, Texts(source))
+    source = embedded.path_of(name)
+    shape = dataclasses.replace(load_model(source, head=head).config, **sizes)
+    model = Transformer(shape, head=head)
+    model.init_weights(seed=0)
+    save_state(model.state_dict(), shape, head, folder, Texts(source))
 
 
 def slow_s(program: Program, step: Run, of_call: Mapping[str, float]) -> float:
@@ -274,28 +278,16 @@ def judge(rows: list[dict], tolerance: float | None = None) -> None:
             row["ok"] &= row["gain_measured"] >= least
 
 
-def run_cases(file: Path) -> None:
+def run_cases(world: Any, folder: Path) -> list[dict]:
     """Runs the cases on each rank."""
-    rows: list[dict] = []
-    with one_world(file, rows) as world, tempfile.TemporaryDirectory() as name:
-        folder = Path(world.bcast(name, what="the folder"))
-        if world.rank == 0:
-            write_models(folder)
-        world.barrier("the models")
-        names = [name for name, variant in VARIANTS.items() if variant.num_ranks == world.size]
-        world.start_torch(*communicators(compiled(name, folder)[1] for name in names), threads=1)
-        rows += measure_all(world, folder, lambda program: world, names)
-        world.barrier("the end of the folder")
+    names = [name for name, variant in VARIANTS.items() if variant.num_ranks == world.size]
+    world.start_torch(*communicators(compiled(name, folder)[1] for name in names), threads=1)
+    return measure_all(world, folder, lambda program: world, names)
 
 
 def main(arguments: list[str]) -> int:
-    parser = Arguments("overlap", __doc__)
-    parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
-    parsed = parser.parse_args(arguments)
-    if parsed.on_ranks:
-        run_cases(parsed.on_ranks)
-        return 0
-    rows = [row for num_ranks in TOLERANCE for row in rows_of_ranks("overlap", num_ranks)]
+    Arguments("overlap", __doc__).parse_args(arguments)
+    rows = [row for num_ranks in TOLERANCE for row in rows_of_ranks(__name__, num_ranks, inputs=write_models)]
     judge(rows)
     write("overlap", rows)
     return ended("overlap", rows)

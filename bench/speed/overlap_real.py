@@ -14,19 +14,17 @@ chain-real: iterations follow one another, with the same numbers. The critic sta
 Cost: three minutes each on two otherwise idle cores. Command: python -m bench ahead-real (chain-real)
 """
 
-import argparse
-import dataclasses
 import os
 import statistics
-import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.rows import Arguments, one_world, rows_of_ranks, write
-from bench.speed.overlap import Iteration, Runner, seconds_of
+from bench.ranks import rows_of_ranks
+from bench.rows import Arguments, write
+from bench.speed.overlap import Iteration, Runner, seconds_of, write_random
 from bench.tables import ended
-from rlhf_spmd import embedded
 from rlhf_spmd.config.options import make_workload
 from rlhf_spmd.config.presets import load
 from rlhf_spmd.pages.strategy import load_strategy
@@ -41,7 +39,7 @@ WARM_UP = 2  # blocks
 LEAST_SHARE = 0.9  # of the gain that simulate gives
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """A bench of this file.
 
@@ -76,23 +74,27 @@ PARTS = {
 CRITIC_LAYERS = 12
 
 
-def run_case(name: str, file: Path, more: Sequence[str]) -> None:
+def large_critic(folder: Path) -> None:
+    """Writes a critic as wide as the actor and three times as deep."""
+    write_random("actor", "scalar", folder / "critic", num_layers=CRITIC_LAYERS)
+
+
+def run_cases(world: Any, folder: Path, name: str, *more: str) -> list[dict]:
     """Runs the case on each rank."""
-    rows: list[dict] = []
-    part = PARTS[name]
-    with one_world(file, rows) as world:
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[world.rank]})
-        config = load("tiny", part.options(more))
-        workload, cluster = make_workload(config), Cluster.parse(f"1x{world.size}")
-        programs = [load_strategy("separation").compile(workload, cluster, options) for options in part.variants]
-        world.start_torch(*communicators(programs), threads=1)
-        runners = [Runner(config, program, world) for program in programs]
-        starts = range(0, (WARM_UP + part.num_blocks) * part.num, part.num)
-        rounds = [[runner.block(range(first, first + part.num)) for runner in runners] for first in starts]
-        for program, blocks in zip(programs, zip(*rounds, strict=True), strict=True):
-            everyone = world.allgather(blocks[WARM_UP:], "the seconds")
-            row = row_of(program, list(zip(*everyone, strict=True)))
-            rows.append({"bench": name.replace("-", "_"), "epochs": part.epochs, "tokens": part.tokens} | row)
+    part, critic = PARTS[name], [f"models.critic={folder / 'critic'}"] if name == "chain-real" else []
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[world.rank]})
+    config = load("tiny", part.options([*critic, *more]))
+    workload, cluster = make_workload(config), Cluster.parse(f"1x{world.size}")
+    programs = [load_strategy("separation").compile(workload, cluster, options) for options in part.variants]
+    world.start_torch(*communicators(programs), threads=1)
+    runners = [Runner(config, program, world) for program in programs]
+    starts = range(0, (WARM_UP + part.num_blocks) * part.num, part.num)
+    rounds = [[runner.block(range(first, first + part.num)) for runner in runners] for first in starts]
+    about, rows = {"bench": name.replace("-", "_"), "epochs": part.epochs, "tokens": part.tokens}, []
+    for program, blocks in zip(programs, zip(*rounds, strict=True), strict=True):
+        everyone = world.allgather(blocks[WARM_UP:], "the seconds")
+        rows.append(about | row_of(program, list(zip(*everyone, strict=True))))
+    return rows
 
 
 def row_of(program: Program, blocks: Sequence[Sequence[Iteration]]) -> dict[str, Any]:
@@ -120,20 +122,6 @@ def row_of(program: Program, blocks: Sequence[Sequence[Iteration]]) -> dict[str,
     }
 
 
-def large_critic(folder: Path) -> Path:
-    """Writes a critic with random weights, as wide as the actor and three times as deep. Returns its folder."""
-    from rlhf_spmd.model.hf import load_model, save_state
-    from rlhf_spmd.model.texts.tokenizer_files import Texts
-    from rlhf_spmd.model.transformer import Transformer
-
-    source = embedded.path_of("actor")
-    shape = dataclasses.replace(load_model(source, head="scalar").config, num_layers=CRITIC_LAYERS)
-    model = Transformer(shape, head="scalar")
-    model.init_weights(seed=0)
-    save_state(model.state_dict(), shape, "scalar", folder / "critic", Texts(source))
-    return folder / "critic"
-
-
 def judge(rows: list[dict[str, Any]], part: Part) -> bool:
     """Adds to each row without overlap what overlap gains over it, measured and simulated -> whether the goals are met
     over the fastest of them."""
@@ -148,15 +136,8 @@ def judge(rows: list[dict[str, Any]], part: Part) -> bool:
 def main(arguments: list[str]) -> int:
     name, *arguments = arguments
     parser = Arguments(name, __doc__)
-    parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("options", nargs="*", help="KEY=VALUE")
-    parsed = parser.parse_args(arguments)
-    if parsed.on_ranks:
-        run_case(name, parsed.on_ranks, parsed.options)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        critic = [f"models.critic={large_critic(Path(folder))}"] if name == "chain-real" else []
-        rows = rows_of_ranks(name, NUM_RANKS, [*critic, *parsed.options])
+    rows = rows_of_ranks(__name__, NUM_RANKS, name, *parser.parse_args(arguments).options, inputs=large_critic)
     ok = judge(rows, PARTS[name])
     write(name.replace("-", "_"), [row | {"ok": ok} for row in rows])
     return ended(name, rows, ok=ok)

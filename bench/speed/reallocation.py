@@ -12,17 +12,17 @@ Cost: a minute on two cores. Command: mpiexec -n 8 python -m bench reallocation
 
 import gc
 import os
-import statistics
-import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
 import torch.distributed as dist
 
-from bench.rows import Arguments, on_ranks, one_world, write
+from bench.ranks import one_world
+from bench.rows import Arguments, on, write
+from bench.speed.roofline import elapsed_s, in_turns, medians
 from bench.tables import ended
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
 from rlhf_spmd.plan.program.reallocate import Reallocation, plan_reallocation
@@ -198,25 +198,20 @@ def measure(world, name: str) -> dict:
         extra.append(mover.peak_extra_bytes)
         counted.append([mover.num_bytes_sent, mover.num_messages_sent])
 
-    def by_sockets() -> None:
-        ours(None)
+    def slowest_s(way: Callable[[], None]) -> float:
+        world.barrier("the start of a round")
+        return max(world.allgather(elapsed_s(way)))
 
-    right = []
-    for way in (ours, by_sockets, baseline.run):
+    ways, right = {"ours": ours, "sockets": partial(ours, None), "baseline": baseline.run}, []
+    for way in ways.values():
         way()
         right.append(target is None or same_bits(target, full))
         if target is not None:
             target.flat.zero_()
     del full
     gc.collect()
-    seconds: dict[Callable, list[float]] = {ours: [], by_sockets: [], baseline.run: []}
-    for _ in range(ROUNDS):
-        for way, found in seconds.items():
-            world.barrier("the start of a round")
-            began = time.perf_counter()
-            way()
-            found.append(max(world.allgather(time.perf_counter() - began)))
-    ours_s, sockets_s, baseline_s = (statistics.median(found[1:]) for found in seconds.values())
+    rounds = in_turns({name: partial(slowest_s, way) for name, way in ways.items()}, ROUNDS)
+    seconds = medians(rounds[1:])
     mine = [sent_bytes(one)[rank], sent_messages(one, BUCKET_BYTES)[rank]] if rank in one.ranks else None
     as_planned = all(world.allgather(all(count == mine for count in counted)))
     row = {
@@ -226,18 +221,14 @@ def measure(world, name: str) -> dict:
         "weight_bytes": SHAPE.num_params * NUMBER_BYTES,
         "moved_bytes": one.num_bytes,
         "lower_bound_bytes": lower_bound_bytes(one),
-        "ours_s": ours_s,
-        "sockets_s": sockets_s,
-        "baseline_s": baseline_s,
-        "speed_up": baseline_s / ours_s,
+        **{f"{name}_s": median_s for name, median_s in seconds.items()},
+        "speed_up": seconds["baseline"] / seconds["ours"],
         "required": ONE_COPY if after[1] == 1 else COPIES,
         "bucket_bytes": BUCKET_BYTES,
         "extra_bytes": max(world.allgather(max(extra, default=0))),
         "same_bits": all(all(answers) for answers in world.allgather(right)),
         "as_planned": as_planned,
-        "all_ours_s": seconds[ours],
-        "all_sockets_s": seconds[by_sockets],
-        "all_baseline_s": seconds[baseline.run],
+        **{f"all_{name}_s": [one[name] for one in rounds] for name in ways},
     }
     row["ok"] = (
         row["same_bits"]
@@ -254,11 +245,8 @@ def main(arguments: list[str]) -> int:
     from rlhf_spmd.runtime.failure.launcher import num_launched
 
     if num_launched(os.environ) == 1:
-        try:
-            on_ranks(NUM_RANKS, ["reallocation", *arguments])
-        except subprocess.CalledProcessError:  # told by rank 0
-            return 1
-        return 0
+        mpirun, *words = on(NUM_RANKS)
+        os.execv(mpirun, [mpirun, *words, "bench", "reallocation", *arguments])
     with one_world() as world:
         assert world.size == NUM_RANKS, f"start {NUM_RANKS} ranks, not {world.size}"
         world.start_torch(groups(), threads=1)

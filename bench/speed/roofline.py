@@ -3,35 +3,44 @@ products), and how calls are timed against one another: alternating, medians, on
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
-from rlhf_spmd.kernels.products import LIBRARIES
+from rlhf_spmd.kernels.products import LIBRARIES, LINEAR, in_use
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime.generation.kv_cache import token_bytes
 
 FLUSH_BYTES = 2**30  # written before each timed call on a GPU: empties the cache and covers the time of launching
 CPU_BYTES, GPU_BYTES = 2**28, 2**31
 
 
+def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> list[dict[str, Any]]:
+    """Calls all in each round, in an order that changes, so that a slow moment of the machine affects all alike -> what
+    they return, by round."""
+    return [{name: calls[name]() for name in list(calls)[:: -1 if number % 2 else 1]} for number in range(rounds)]
+
+
+def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the median of each call over the rounds."""
+    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+
+
 def alternate(calls: Mapping[str, Callable], device: torch.device, *, rounds: int) -> dict[str, float]:
-    """Measures the median seconds of each call. They alternate, so that a slow moment of the machine affects all
-    alike."""
+    """Measures the median seconds of each call, in turns."""
     time_one = _gpu_timer(device) if device.type == "cuda" else elapsed_s
     for call in calls.values():
         call()
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            seconds[name].append(time_one(call))
-    return {name: statistics.median(found) for name, found in seconds.items()}
+    return medians(in_turns({name: partial(time_one, call) for name, call in calls.items()}, rounds))
 
 
-def elapsed_s(call: Callable) -> float:
+def elapsed_s(call: Callable, clock: Callable[[], float] = time.perf_counter) -> float:
     """Measures the seconds of a call, which ends when its work has."""
-    start_s = time.perf_counter()
+    start_s = clock()
     call()
-    return time.perf_counter() - start_s
+    return clock() - start_s
 
 
 def _gpu_timer(device: torch.device) -> Callable[[Callable], float]:
@@ -88,3 +97,38 @@ def name_of(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu, {torch.get_num_threads()} threads"
+
+
+# ---- the least time of a decode step ---------------------------------------------------------------------------------
+
+
+def products_of(model: Transformer) -> list[torch.Tensor]:
+    """Returns the weights that a decode step multiplies with."""
+    tied = model.config.tie_embeddings
+    named = model.named_parameters()
+    return [weight for name, weight in named if weight.dim() == 2 and (tied or "embed_tokens" not in name)]
+
+
+def floor(model: Transformer, rows: int, context: float, ceilings: dict) -> dict[str, float]:
+    """Returns the least seconds of a decode step: by the bytes it must read (weights once, keys and values of every
+    row), by the operations of its products, and what these take when nothing else is done; `floor_s`: the larger of the
+    first two.
+    """
+    weights, dtype = products_of(model), precision_of(model.dtype)
+    num_bytes = sum(weight.nbytes for weight in weights) + rows * context * token_bytes(model)
+    flops = 2 * rows * sum(weight.numel() for weight in weights)
+    memory_s, matrix_s = num_bytes / ceilings["memory_bytes_per_s"], flops / ceilings["matrix_flops_per_s"][dtype]
+    device, library = weights[0].device, LINEAR if weights[0].is_cuda else in_use(model.dtype)
+    pairs = [
+        (torch.randn(rows, weight.shape[1], device=device).to(model.dtype), library.pack(weight, rows))
+        for weight in weights
+    ]
+
+    @torch.inference_mode()
+    def multiply() -> None:
+        for x, packed in pairs:
+            library.multiply(x, packed, None)
+
+    products_s = alternate({"products": multiply}, device, rounds=7)["products"]
+    found = {"bytes": num_bytes, "memory_s": memory_s, "matrix_s": matrix_s, "products_s": products_s}
+    return found | {"floor_s": max(memory_s, matrix_s)}

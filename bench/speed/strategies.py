@@ -5,6 +5,13 @@ At 4 ranks, as the demo runs, and at 2, where each rank has a core to itself on 
 median iterations are kept in bench/results/timelines.json, and of the demo's strategy at 4 two iterations, which
 `python -m tools pictures` draws. Run it on a machine with nothing else to do.
 
+Where time goes on a rank: computing, waiting for what peers compute, and everything else. A Wait waits for a peer's
+computation until the last peer has posted its part (for weights: until all ranks of their chains stand at the Wait;
+between the stages of a pipeline: all the time); an Agree until the last rank is there. What remains is the control
+plane: messages on their way, the interpreter between instructions, prompts, logs, files. Collectives inside a call
+(gradients, say) count as that call's computation. Iterations that follow one another without a meeting have no such
+shares.
+
 Cost: eight minutes on two cores; half a minute with --quick (three short cases, which judge and write nothing).
 Command: python -m bench strategies [--quick]
 """
@@ -12,11 +19,11 @@ Command: python -m bench strategies [--quick]
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.faults.faults import strategy_words
 from bench.rows import TIMELINES, Arguments, provenance, train, write
-from bench.speed.shares import KINDS, mean_shares
 from bench.tables import ended
 from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import make_workload
@@ -24,6 +31,8 @@ from rlhf_spmd.machines.cluster_file import read_cluster
 from rlhf_spmd.pages.strategy import load_strategy
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import static_bytes
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.runtime.world.trace import Lane, Span, lanes, read_chrome
 
 DRAWN = ("flattening", "interleaving1", "interleaving2", "separation")
 DRAWN_RANKS = 2
@@ -40,6 +49,7 @@ CASES += [
     (4, "reallocation", ("training_tp=2", "offload=true", "recompute=true", "tokens=256")),
 ]
 QUICK = [(2, "separation", ()), (4, "interleaving1", ()), (4, "reallocation", ("training_tp=2",))]
+KINDS = ("compute", "waiting", "control")
 LARGEST_CONTROL = 0.05  # of an iteration
 ITERATIONS, NUM_QUICK = 8, 4
 
@@ -72,8 +82,6 @@ def run_case(
     folder: Path, num_ranks: int, name: str, options: tuple[str, ...], iterations: int = ITERATIONS
 ) -> tuple[dict, list[dict], int]:
     """Runs the program once. Returns the row, what its timeline recorded, and the number of its median iteration."""
-    from rlhf_spmd.runtime.world.trace import lanes, read_chrome
-
     words = [f"iterations={iterations}", "num_samples=0", *(f"strategy.{option}" for option in options)]
     command, cluster = ["--runs", str(folder), *strategy_words(name, folder)], Cluster.parse(f"1x{num_ranks}")
     if name == "heterogeneous":
@@ -122,3 +130,62 @@ def of_iterations(records: list[dict], numbers: list[int]) -> list[dict]:
         {**record, "spans": [[*span[:2], *(round(s - first_s, 6) for s in span[2:4]), span[4], {}] for span in spans]}
         for record, spans in zip(records, chosen, strict=True)
     ]
+
+
+# ---- where the time goes ---------------------------------------------------------------------------------------------
+
+
+def shares(lanes: Sequence[Lane], program: Program) -> list[dict[str, float]]:
+    """Returns, per rank and iteration (but for the first one, whose beginning is unknown), the seconds in all, and of
+    each kind."""
+    agreed = [{span.iteration: span for span in lane.spans if span.category == "control"} for lane in lanes]
+    posted, waited = (_starts(lanes, kind) for kind in ("transfer", "wait"))
+    found = []
+    for lane in lanes:
+        for number in sorted(agreed[lane.rank])[1:]:
+            spans = [span for span in lane.spans if span.iteration == number]
+            compute_s = sum(span.end_s - span.start_s for span in spans if span.category == "compute")
+            waiting_s = 0.0
+            for span in spans:
+                if span.category == "wait" and "transfer" in span.args:
+                    key = number, span.args["transfer"]
+                    transfer = program.transfers[span.args["transfer"]]
+                    if transfer.reallocation is not None:
+                        ready_s = max(waited[rank][key] for rank in transfer.ranks)
+                    else:
+                        ready_s = max(posted[peer][key] for peer in transfer.peers(lane.rank))
+                elif span.category == "wait":
+                    ready_s = span.end_s
+                elif span.category == "control":
+                    ready_s = max(ends[number].start_s for ends in agreed)
+                else:
+                    continue
+                waiting_s += _until(span, ready_s)
+            total_s = agreed[lane.rank][number].end_s - agreed[lane.rank][number - 1].end_s
+            control_s = total_s - compute_s - waiting_s
+            found.append({"total_s": total_s, "compute_s": compute_s, "waiting_s": waiting_s, "control_s": control_s})
+    return found
+
+
+def _starts(lanes: Sequence[Lane], kind: str) -> list[dict[tuple[int, int], float]]:
+    """Returns, for each rank, when its Post, or its Wait, of an iteration and a transfer began."""
+    return [
+        {
+            (span.iteration, span.args["transfer"]): span.start_s
+            for span in lane.spans
+            if span.category == kind and "transfer" in span.args
+        }
+        for lane in lanes
+    ]
+
+
+def _until(span: Span, ready_s: float) -> float:
+    """Returns the seconds of a span before `ready_s`."""
+    return max(0.0, min(span.end_s, ready_s) - span.start_s)
+
+
+def mean_shares(lanes: Sequence[Lane], program: Program) -> dict[str, float]:
+    """Returns the share of each kind in the time of all ranks."""
+    found = shares(lanes, program)
+    total_s = sum(row["total_s"] for row in found)
+    return {kind: sum(row[f"{kind}_s"] for row in found) / total_s for kind in KINDS}

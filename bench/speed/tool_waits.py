@@ -9,7 +9,7 @@ Cases: 64 rows alone, where the row that waits longest decides the end; and 512 
 Seconds are those of the one thread's processor, and a sleep with nothing to do is skipped and counted: so other work on
 the machine hardly matters.
 
-Cost: three minutes of a processor. Command: python -m bench tool-waits [--repeats N]
+Cost: four minutes of a processor. Command: python -m bench tool-waits
 """
 
 import heapq
@@ -23,14 +23,12 @@ import torch
 
 from bench.rows import Arguments, write
 from bench.speed import generate_peers as peers
+from bench.speed.requests import submit
 from bench.tables import ended
-from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.episodes import Answer, Turns
-from rlhf_spmd.runtime.generation.random_streams import OFFLINE
-from rlhf_spmd.runtime.generation.requests import Sampling
 
 SHAPE = ModelShape(4, 128, 352, 4, 2, 32, 512, tied=True)
 NUM_TURNS, TURN, ANSWER, PROMPT = 4, 32, tuple(range(100, 108)), 16  # tokens
@@ -87,9 +85,8 @@ def run(model: Transformer, num_rows: int, places: int, wait_s: np.ndarray) -> t
     vocabulary = model.config.vocab_size
     eos_ids = range(0, vocabulary, TURN)  # so that a turn has TURN tokens in the mean
     engine = Engine(model, longest=PROMPT + WIDTH, eos_ids=eos_ids, turns=turns, max_sequences=places)
-    bits_RG = torch.from_numpy(random_bits(0, OFFLINE, 0, range(num_rows), [0] * num_rows, WIDTH))
     prompts = [[1 + (7 * row + place) % (vocabulary - 2) for place in range(PROMPT)] for row in range(num_rows)]
-    engine.submit(prompts, bits_RG, Sampling(WIDTH))
+    submit(engine, prompts, [WIDTH] * num_rows)
     rounds: list[tuple[float, int]] = []
     began_s = tools.now_s()
     engine.run(progress=lambda _, num: rounds.append((tools.now_s() - began_s, num)))
@@ -98,40 +95,28 @@ def run(model: Transformer, num_rows: int, places: int, wait_s: np.ndarray) -> t
     return [rounds[end][0] for end in ends], int(totals[-1]), len(rounds)
 
 
-def measure(model: Transformer, repeats: int) -> list[dict]:
-    """Measures a row for each case."""
-    shares: dict[tuple[int, int], list[list[float]]] = {case: [] for case in CASES}
-    rates: dict[tuple[int, int], list[float]] = {case: [] for case in CASES}
-    for repeat in range(repeats + 1):  # the first one warms up
-        plain: dict[int, tuple[list[float], int]] = {}
-        for case in CASES if repeat else CASES[:1]:
-            num_rows, places = case
-            if num_rows not in plain:
-                plain_s, tokens, rounds = run(model, num_rows, RUNNING, np.zeros((num_rows, NUM_TURNS)))
-                plain[num_rows], step_s = (plain_s, tokens), plain_s[-1] / rounds
-            plain_s, tokens = plain[num_rows]
-            waited_s, same, _ = run(model, num_rows, places, trace(num_rows) * step_s)
-            assert same == tokens, "waits change tokens"
-            if repeat:
-                shares[case].append([one / other for one, other in zip(plain_s, waited_s, strict=True)])
-                rates[case].append(tokens / plain_s[-1])
-    rows = []
-    for (num_rows, places), found in shares.items():
-        middle = [statistics.median(values) for values in zip(*found, strict=True)]
-        named = {f"share_{round(100 * part)}": share for part, share in zip(PARTS, middle, strict=True)}
-        rate = statistics.median(rates[num_rows, places])
-        rows.append({"rows": num_rows, "places": places, "plain_tokens_per_s": rate, **named, "repeats": repeats})
-    return rows
+def measure(model: Transformer, num_rows: int, places: int) -> dict:
+    """Measures the row of a case."""
+    shares, rates = [], []
+    for _ in range(REPEATS):
+        plain_s, tokens, rounds = run(model, num_rows, RUNNING, np.zeros((num_rows, NUM_TURNS)))
+        waited_s, same, _ = run(model, num_rows, places, trace(num_rows) * plain_s[-1] / rounds)
+        assert same == tokens, "waits change tokens"
+        shares.append([one / other for one, other in zip(plain_s, waited_s, strict=True)])
+        rates.append(tokens / plain_s[-1])
+    row = {"rows": num_rows, "places": places, "plain_tokens_per_s": statistics.median(rates)}
+    middle = map(statistics.median, zip(*shares, strict=True))
+    named = {f"share_{round(100 * part)}": share for part, share in zip(PARTS, middle, strict=True)}
+    return row | named | {"repeats": REPEATS}
 
 
 def main(arguments: list[str]) -> int:
-    parser = Arguments("tool-waits", __doc__)
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    parsed = parser.parse_args(arguments)
+    Arguments("tool-waits", __doc__).parse_args(arguments)
     torch.set_num_threads(1)
     peers.use_fastest(torch.float32)
     theirs = peers.random_model(SHAPE, torch.float32, torch.device("cpu"))
-    rows = measure(peers.same_weights(theirs, torch.float32), parsed.repeats)
+    model = peers.same_weights(theirs, torch.float32)
+    _, *rows = (measure(model, *case) for case in (CASES[0], *CASES))  # the first one warms up
     write("tool_waits", rows)
     best = max(row["share_100"] for row in rows)
     return ended("tool-waits", rows, ok=best >= LEAST, share=best)

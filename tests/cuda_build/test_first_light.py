@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from bench.forecast.derived import LLAMA_7B
 from bench.speed import kernel_cases, kernels
-from bench.speed.gpu_decode import DecodeBench, Shape
+from bench.speed.gpu_decode import DecodeBench
 from rlhf_spmd.model.sequences import forward, response_logprobs
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.engines.flat_engine import Groups
@@ -37,10 +38,10 @@ def test_every_case_of_a_kernel(numbers):
 
 def test_a_decode_step_of_7b_shape(numbers):
     with gpu():
-        step = DecodeBench(CUDA, Shape(), rows=64, context=1024).step
+        step = DecodeBench(CUDA, LLAMA_7B, rows=64, context=1024).step
         with launches() as counts:
             step()
-    assert counts["decode_attention._split_kernel"] == Shape().layers
+    assert counts["decode_attention._split_kernel"] == LLAMA_7B.num_layers
 
 
 def test_an_optimizer_step_but_for_its_backward_pass(numbers):

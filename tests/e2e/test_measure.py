@@ -42,7 +42,7 @@ def test_a_row_a_cell(tmp_path, capsys):
     assert not [path for path in run.rglob("*.safetensors")]  # no weights are kept
     assert measured(out, "flattening", "heterogeneous") == rows  # nothing is measured twice
     said = capsys.readouterr().out
-    assert json.loads(said.splitlines()[-1])["ok"] and "heterogeneous: " in said
+    assert json.loads(said.splitlines()[-1])["ok"] and "strategy heterogeneous" in said
 
 
 @pytest.mark.slow

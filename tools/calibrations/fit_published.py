@@ -15,8 +15,7 @@ from math import log
 import numpy as np
 
 from bench.forecast.spaces import reals_space
-from bench.forecast.validate import BASE, searched
-from bench.forecast.validate_rows import DATA, DEVICE, HELD_OUT, SEARCHED, cluster_of, read_rows, workload_of
+from bench.forecast.validate import BASE, DATA, DEVICE, HELD_OUT, SEARCHED, cluster_of, read_rows, searched, workload_of
 from bench.forecast.validate_systems import SYSTEMS
 from rlhf_spmd.machines.calibration_file import read_calibration
 from rlhf_spmd.plan.cost.calibration import Calibration

@@ -2,8 +2,7 @@
 
 import pytest
 
-from bench.forecast import plan_fuzz
-from bench.forecast.plan_speed import setting
+from bench.forecast.plan_speed import drawn, fuzz_row, setting
 from bench.forecast.spaces import apps_parts
 from rlhf_spmd.machines.calibration_file import load_calibration
 
@@ -32,11 +31,11 @@ NAMES = ("preset", "algorithm", "calibration", "layout", "mini_batch", "micro_ba
 @pytest.mark.parametrize(NAMES, FIXED_WON)
 def test_no_tuned_strategy_is_faster_than_the_plan(preset, algorithm, calibration, layout, mini_batch, micro_batch):
     case = zip(NAMES, (preset, algorithm, calibration, layout, mini_batch, micro_batch), strict=True)
-    found = plan_fuzz.row(SMALL | dict(case))
+    found = fuzz_row(SMALL | dict(case))
     assert found["ok"] and found["plan_s"] and found["ahead"] <= 0.01 and found["distance"] <= 0.02, found
 
 
 def test_an_offloaded_model_may_be_on_other_ranks_in_each_of_its_calls():
     """As in the plan of this case, whose forecast looked for a rank in the layout of the other call."""
-    found = plan_fuzz.row(plan_fuzz.drawn(24))
+    found = fuzz_row(drawn(24))
     assert found["ok"] and found["plan_s"] < found["fixed_s"]

@@ -5,8 +5,7 @@ import hashlib
 import pytest
 
 from bench.forecast.scan import phase_s
-from bench.forecast.validate import judged
-from bench.forecast.validate_rows import COLUMNS, DATA, REST, cluster_of, read_rows, workload_of
+from bench.forecast.validate import COLUMNS, DATA, REST, cluster_of, judged, read_rows, workload_of
 from bench.forecast.validate_systems import EAGER_LAYER_S, HOST_ADAM, SYSTEMS, USABLE, fastest
 from bench.rows import RESULTS
 from bench.rows import read_rows as read_jsonl

@@ -3,8 +3,7 @@
 import pytest
 
 from bench.forecast.spaces import reals_space
-from bench.forecast.validate import judged
-from bench.forecast.validate_rows import COLUMNS, DATA, cluster_of, read_rows, workload_of
+from bench.forecast.validate import COLUMNS, DATA, cluster_of, judged, read_rows, workload_of
 from bench.rows import RESULTS
 from bench.rows import read_rows as read_jsonl
 from rlhf_spmd.errors import UserError
