@@ -39,7 +39,7 @@ from tests.run_mpi import mpi_command
 
 RANKS, MOST_RANKS = 2, 4
 ONE_SHOT, NOTED = {"RLHF_SPMD_ONE_SHOT": "1"}, "NCCL_GRAPH_REGISTER=1"
-SUMS = {"one shot": ONE_SHOT, "NCCL": {}, NOTED: {"NCCL_GRAPH_REGISTER": "1"}}
+WAYS = {"one shot": ONE_SHOT, "NCCL": {}, NOTED: {"NCCL_GRAPH_REGISTER": "1"}}
 # of the steps: a receive by sockets has a thread of NCCL's that spins
 VARIABLES = {"one-shot": ONE_SHOT, "waiting-rank": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}}
 CASE_S = 100.0  # of one case
@@ -48,7 +48,7 @@ SLOWER = 1.10  # products beside pending receives, against products alone
 EDGE, PRODUCTS = 8192, 20  # rows and columns of a matrix; products that are timed
 RECEIVES = (0, 1, 2)
 WORK_SHARE = 0.1  # of the time for which a rank only waits for a message
-MESSAGES, SUMS = (2**14, 2**17, 2**20), 50  # bytes of a decode step; sums in a graph
+MESSAGES, NUM_SUMS = (2**14, 2**17, 2**20), 50  # bytes of a decode step; sums in a graph
 OFF = 2.0**-7  # of the largest sum: two roundings to bfloat16
 
 
@@ -71,7 +71,7 @@ def tp_graphs(light: Light) -> Found:
     not to, which expandable segments do not allow: what happens then is noted, not judged."""
     told, ok = [], True
     with ThreadPoolExecutor() as pool:
-        jobs = {name: pool.submit(on_ranks, light, **variables) for name, variables in SUMS.items()}
+        jobs = {name: pool.submit(on_ranks, light, **variables) for name, variables in WAYS.items()}
         results = {name: job.result() for name, job in jobs.items()}
     for name, (found, why) in results.items():
         light.row(sums=name, why=why, **(found or {}))
@@ -170,12 +170,12 @@ def sums(world: World, dry: bool) -> dict:
         found["equal_bits"] &= all(torch.equal(one_N, ours_N) for one_N in of_ranks_RN)
         x_N = torch.zeros_like(mine_N)
         calls = {
-            "one shot": lambda x_N=x_N: [sum_over(x_N, group=group) for _ in range(SUMS)],
-            "NCCL": lambda x_N=x_N: [dist.all_reduce(x_N, group=group) for _ in range(SUMS)],
+            "one shot": lambda x_N=x_N: [sum_over(x_N, group=group) for _ in range(NUM_SUMS)],
+            "NCCL": lambda x_N=x_N: [dist.all_reduce(x_N, group=group) for _ in range(NUM_SUMS)],
         }
         graphs = {name: captured(call, device) for name, call in calls.items()}
         seconds = alternate(graphs, device, rounds=1 if dry else 9)
-        found["seconds"][num_bytes] = {name: one / SUMS for name, one in seconds.items()}
+        found["seconds"][num_bytes] = {name: one / NUM_SUMS for name, one in seconds.items()}
     slow = [num for num, of in found["seconds"].items() if of["one shot"] > of["NCCL"]]
     right = found["equal_bits"] and found["off"] <= OFF
     times = (f"{1e6 * of['one shot']:.0f} for {1e6 * of['NCCL']:.0f} us" for of in found["seconds"].values())
