@@ -1,8 +1,8 @@
 """Runs the tests that need several ranks: one launch of mpiexec for each number of ranks, each with a time limit.
 
-    python tests/run_mpi.py                      # tests/mpi at 2, 4, 5 and 8 ranks, but what is marked slow; then some
+    python tests/run_mpi.py                      # tests/mpi at 2, 4 and 8 ranks, but what is marked slow; then some
                                                  # on a stand-in for NCCL, at 4 ranks
-    python tests/run_mpi.py --slow               # only what is marked slow; then all on the stand-in
+    python tests/run_mpi.py --slow               # only what is marked slow, also at 5 ranks; then all on the stand-in
     python tests/run_mpi.py 4 -- tests/mpi/test_world.py -k deadline
     python tests/run_mpi.py --backend ordered 4  # all tests on the stand-in (tests/backends.py)
 
@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-NUM_RANKS = (2, 4, 5, 8)
+NUM_RANKS, SLOW_RANKS = (2, 4, 8), (2, 4, 5, 8)
 IMPORTS = ("pytest", "deepspeed", "torch._inductor.compile_fx", "networkx", "triton.language")  # of forks, with warm's
 IN_ORDER = "tests/mpi/test_in_order.py"  # runs on the backends of tests/backends.py only
 # backend -> what runs on it at 4 ranks, after the tests on gloo
@@ -239,7 +239,7 @@ def main() -> int:
         split = own.index("--")
         own, arguments = own[:split], own[split + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("num_ranks", nargs="*", type=int, default=NUM_RANKS, help="launch with so many ranks each")
+    parser.add_argument("num_ranks", nargs="*", type=int, help="launch with so many ranks each")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one launch may take")
     parser.add_argument("--slow", action="store_true", help="the tests that are marked slow instead of all others")
     parser.add_argument("--backend", choices=["ordered", "host"], help="instead of gloo (tests/backends.py)")
@@ -248,7 +248,8 @@ def main() -> int:
     if options.as_rank:
         be_a_rank(options.as_rank, arguments)
         return 0
-    everything = not (arguments or options.backend or options.num_ranks != NUM_RANKS)
+    everything = not (arguments or options.backend or options.num_ranks)
+    num_ranks = options.num_ranks or (SLOW_RANKS if options.slow else NUM_RANKS)
     more = {} if not everything else SLOW if options.slow else QUICK
     arguments = arguments or ["-m", "slow" if options.slow else "not slow", "tests/mpi"]
     with tempfile.TemporaryDirectory(prefix="references_") as folder, ExitStack() as stack:
@@ -260,7 +261,7 @@ def main() -> int:
 
             warm = tests.warm.Warm(main="mpi4py.run", imports=(*tests.warm.IMPORTS, *IMPORTS), processes=2)
             stack.callback(warm.close)
-        totals = [launch(num, arguments, options.limit, options.backend, warm) for num in options.num_ranks]
+        totals = [launch(num, arguments, options.limit, options.backend, warm) for num in num_ranks]
         totals += [launch(4, chosen, options.limit, backend, warm) for backend, chosen in more.items()]
     passed, failed = (sum(column) for column in zip(*totals, strict=True))
     print(f"{passed} passed, {failed} failed", flush=True)

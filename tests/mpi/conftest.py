@@ -3,10 +3,9 @@
 Tests that use the `world` fixture are judged together: a failure on any rank fails the test on all of them, and rank 0
 shows it, so that the ranks stay in step.
 
-Three marks say at which numbers of ranks a test runs. `ranks(4, 8)`: only at these. `slow_at(2, 5)`: there only with
-`-m slow`. `rotates`: tests with this mark take turns; of every twelve, two run at 2 ranks, seven at 4, three at 5,
-and one at 8, where a test takes longest; at the other numbers they run only with `-m slow`. All but one run at 4, 5 or
-8. Tests without these marks are slow at 5 and 8 ranks.
+Three marks say at which numbers of ranks a test runs. `ranks(4, 8)`: only at these. `slow_at(2)`: there only with
+`-m slow`. `rotates`: tests with this mark take turns; of every twelve, four run at 2 ranks and eight at 4; at the other
+numbers they run only with `-m slow`. Tests without the mark `ranks` are slow at 5 and 8 ranks.
 """
 
 import os
@@ -25,7 +24,7 @@ DEADLINE_S = 60.0
 MOST_MISMATCHES = 50
 MISMATCH = "ranks met at different points"  # mostly the consequence of another rank's failure
 # ranks -> which of twelve tests that rotate run there
-TURNS = {2: (3, 10), 4: (0, 3, 5, 6, 8, 9, 11), 5: (1, 4, 7), 8: (2,)}
+TURNS = {2: (2, 4, 7, 10), 4: (0, 1, 3, 5, 6, 8, 9, 11), 5: (), 8: ()}
 LINEAR = F.linear
 _world: World | None = None
 
@@ -39,8 +38,8 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=elsewhere)
     items[:] = [item for item in items if item not in elsewhere]
     for item in items:
-        chosen = [mark for name in ("ranks", "slow_at", "rotates") if (mark := item.get_closest_marker(name))]
-        if any(mark.name == "slow_at" and size in mark.args for mark in chosen) or (size > 4 and not chosen):
+        slow_at = item.get_closest_marker("slow_at")
+        if size in (slow_at.args if slow_at else ()) or size > 4 and not item.get_closest_marker("ranks"):
             item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("rotates")]
     rotating = [item for item in marked if not item.get_closest_marker("ranks")]  # which has been obeyed above
@@ -115,13 +114,12 @@ def shared_folder(world):
 
 @pytest.fixture(scope="module")
 def written(world, shared_folder):
-    """Returns written(write), which is that folder with what `write(folder)` has written into it, on one rank."""
+    """Returns written(write, ...), which is what `write(folder, ...)` returns, or that folder, after one rank has
+    written into it."""
 
-    def by_one(write):
-        if world.rank == 0:
-            write(shared_folder)
-        world.barrier("the files")
-        return shared_folder
+    def by_one(write, **sizes):
+        found = write(shared_folder, **sizes) if world.rank == 0 else None
+        return world.bcast(found, what="the files") or shared_folder
 
     return by_one
 

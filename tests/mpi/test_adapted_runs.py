@@ -11,12 +11,11 @@ from rlhf_spmd.model.linear import sum_bytes
 from rlhf_spmd.plan.adapters import is_factor
 from rlhf_spmd.plan.cost.memory import working_bytes
 from rlhf_spmd.plan.program.tensors import trained_weights_of
-from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.runtime.execute.handlers.infer import Inference
 from rlhf_spmd.runtime.run.recorded import base_sums
 from rlhf_spmd.runtime.weights.weight_mover import Mover
 from tests.mpi.test_invariance import TOLERANCE, compare_metrics, load_run, save_run
 from tests.mpi.test_restore import Runs, folder, stored_numbers, weights_of  # noqa: F401 (folder is a fixture)
+from tests.programs import errors
 from tests.runs import OneRank, RunOf, compiled
 
 pytestmark = [
@@ -70,7 +69,7 @@ def alone_on_one_base(world, folder):  # noqa: F811
 
 def compare(run: RunOf, alone, monkeypatch) -> None:
     """Runs a run and compares it with the one on one rank."""
-    assert [finding for finding in check(run.program) if finding.severity == "error"] == []
+    assert errors(run.program) == []
     world, movers, real = run.job.world, [], Mover.finish
     before = {name: one.clone() for name, one in bases_of(run).items()}
     monkeypatch.setattr(Mover, "finish", lambda self: (real(self), movers.append(self)))
@@ -154,35 +153,6 @@ def test_a_critic_on_the_base_of_the_actor(placement, world, folder, alone_on_on
             if not is_factor(name)
         )
     compare(run, alone_on_one_base, monkeypatch)
-
-
-def test_the_reference_is_the_base_without_a_copy(world, folder, make_group, monkeypatch):  # noqa: F811
-    """Where actor and reference have the same shard they have one memory, and the reference computes the base's bits,
-    however far the actor is trained."""
-    kept, real = [], Inference.close
-
-    def close(self):
-        if self.call.model == "reference":
-            kept.append(torch.cat(self.results).clone())
-        real(self)
-
-    run = Runs(world, folder, make_group, *LORA).make("flattening")
-    models = run.job.models
-    ((key, reference),) = [(key, copy) for key, copy in models.copies.items() if key[0] == "reference"]
-    of_actor = dict(models.engines["actor"].model.named_parameters())
-    assert all(of_actor[name].data_ptr() == one.data_ptr() for name, one in reference.named_parameters())
-    monkeypatch.setattr(Inference, "close", close)
-    run.iteration()
-    (first,) = kept
-    call = next(call for call in run.program.workload.workflow.placed_calls if call.model == "reference")
-    plain = run.job.models._load("reference", run.program.placement.layouts[call.name], "lm")
-    models.copies[key] = plain.eval().requires_grad_(False)
-    step = next(one for one in run.program.instructions[world.rank] if getattr(one, "call", "") == call.name)
-    passes = Inference(run.job, call, step, run.data)
-    for index, batch in enumerate(passes.batches):
-        with torch.no_grad():
-            passes.read(index, plain(batch.tokens_N, context=batch.context(plain)))
-    assert torch.equal(torch.cat(passes.results), first)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.plan.calls import ModelCall, trains
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.execute.executor import Executor, next_state
 from rlhf_spmd.runtime.execute.rounds import settle
 from rlhf_spmd.runtime.run.loop import Loop
@@ -25,6 +24,7 @@ from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.strategies import separation
 from tests.folders import write_all
 from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error, load_run, save_run, weights_of, with_groups
+from tests.programs import errors
 from tests.runs import RunOf, compiled
 
 pytestmark = [
@@ -139,9 +139,8 @@ class Ahead(RunOf):
 
 
 @pytest.fixture(scope="module")
-def overrides(world, shared_folder):
-    found = write_all(shared_folder) if world.rank == 0 else None
-    return world.bcast(found, what="the models")
+def overrides(written):
+    return written(write_all)
 
 
 def config_of(overrides, case: str):
@@ -167,7 +166,7 @@ def alone(overrides, made_once):
 def test_equals_the_twin_on_one_rank(place, case, world, overrides, alone, make_group):
     config = config_of(overrides, case)
     program = compiled(config, world.size, place)
-    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    assert errors(program) == []
     run = Ahead(config, with_groups(world, program, make_group), program)
     history = run.iterations()
     expected, weights = alone[case]

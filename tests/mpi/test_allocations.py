@@ -41,22 +41,13 @@ def tensor_bytes() -> int:
 
 
 @pytest.fixture(scope="module")
-def settings(world, shared_folder):
-    overrides = shared_folder / "overrides"
-    if world.rank == 0:
-        overrides.write_text("\n".join(write_all(shared_folder)), encoding="utf-8")
-    world.barrier("the checkpoints")
-    return load(overrides.read_text(encoding="utf-8").split("\n"))
+def settings(written):
+    return load(written(write_all))
 
 
 @pytest.fixture(scope="module")
-def mixture(world, shared_folder):
-    folder = shared_folder / "mixture"
-    if world.rank == 0:
-        words = write_all(folder, **(MIXTURE | {"expert_size": 48}))
-        (folder / "overrides").write_text("\n".join(words), encoding="utf-8")
-    world.barrier("the checkpoints of mixtures")
-    return load((folder / "overrides").read_text(encoding="utf-8").split("\n"))
+def mixture(written):
+    return load(written(lambda folder: write_all(folder / "mixture", **(MIXTURE | {"expert_size": 48}))))
 
 
 def measured(place, settings, world, make_group, **options) -> tuple[int, RunOf]:
@@ -92,7 +83,7 @@ def test_replicated_reference_and_reward_take_half(strategy, settings, world, ma
     assert abs(held - forecast) <= 0.02 * forecast
 
 
-@pytest.mark.slow_at(2, 5, 8)
+@pytest.mark.slow_at(2)
 @pytest.mark.parametrize("zero", [*(pytest.param(zero, marks=pytest.mark.slow) for zero in (0, 1)), 2])
 def test_gradients_and_caches_are_never_there_together(zero, settings, world, make_group, monkeypatch):
     """What a rank holds at the peak is the larger of the two, in bytes of tensors; and the gradients of one model."""
@@ -192,7 +183,7 @@ def static_cases() -> list:
     """Returns the cases: a grid that not every number of ranks makes runs at 4; the others rotate."""
     cases = []
     for grid, dtype in product(GRIDS, ("float32", "bfloat16")):
-        marks = [pytest.mark.slow_at(2, 8) if grid in NEEDS else pytest.mark.rotates]
+        marks = [pytest.mark.slow_at(2) if grid in NEEDS else pytest.mark.rotates]
         if dtype != QUICK.get(grid):
             marks.append(pytest.mark.slow)
         cases.append(pytest.param(grid, dtype, marks=marks))

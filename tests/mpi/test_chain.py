@@ -6,7 +6,6 @@ python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_chain.py
 import dataclasses
 import json
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from rlhf_spmd.runtime.run.chain import Chain
 from rlhf_spmd.runtime.world.reports import Reports
 from rlhf_spmd.runtime.world.trace import Tracer
 from rlhf_spmd.strategies import separation
-from tests.folders import WORDS, write_all
+from tests.folders import given_rows, write_all
 from tests.mpi.test_invariance import apart, scattered, trained_on_halves, weights_of, with_groups
 from tests.runs import RunOf, compiled
 
@@ -42,7 +41,7 @@ OPTIONS = {
     "rloo": ("samples_per_prompt=4", "rollout_batch=4"),
     "reinforce_plus_plus": ("samples_per_prompt=4", "rollout_batch=4"),
     "distill": ("models.teacher=ACTOR",),
-    "dpo": ("dpo.epochs=2", "data.prompts=PAIRS"),
+    "dpo": ("dpo.epochs=2", "data.prompts=PAIRS", "generation.max_new_tokens=7"),
 }
 ALGORITHMS = ("grpo", "remax", "rloo", "reinforce_plus_plus", "distill", "dpo")  # of the cases of these names
 
@@ -99,15 +98,13 @@ class Chained(RunOf):
 
 
 @pytest.fixture(scope="module")
-def overrides(world, shared_folder):
-    if world.rank == 0:
-        pairs = [
-            {"prompt": one, "chosen": f"{other} {one}", "rejected": f"{one} {other}"} for one, other in pairwise(WORDS)
-        ]
-        lines = "".join(json.dumps(row) + "\n" for row in pairs)
-        (shared_folder / "pairs.jsonl").write_text(lines, encoding="utf-8")
-    found = write_all(shared_folder) if world.rank == 0 else None
-    return world.bcast(found, what="the models")
+def overrides(written):
+    def write(folder: Path) -> list[str]:
+        lines = "".join(json.dumps(row) + "\n" for row in given_rows(60))
+        (folder / "pairs.jsonl").write_text(lines, encoding="utf-8")
+        return write_all(folder)
+
+    return written(write)
 
 
 def config_of(folder: Path, overrides: list[str], case: str) -> Config:

@@ -9,13 +9,13 @@ import torch
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.runtime.generation.episodes import Answer
 from rlhf_spmd.runtime.generation.shared_episodes import HEADER, SIZE, SharedEpisodes
 from rlhf_spmd.strategies import flattening, separation
 from tests.folders import write_all
 from tests.mpi.test_invariance import TOLERANCE, error, with_groups
+from tests.programs import errors
 from tests.runs import RunOf, compiled, load
 from tests.unit.runtime.execute.test_episodes import EOS_IDS, OPTIONS, a_run
 from tests.unit.runtime.generation.test_episodes import Scripted
@@ -67,7 +67,7 @@ AT_TWO, AT_BOTH = ("flattening", "separation", "flattening in slices", "flatteni
 
 
 def marks_of(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.slow_at(5, 8) if name in AT_BOTH else pytest.mark.slow_at(4 if name in AT_TWO else 2, 5, 8)
+    return pytest.mark.slow_at(*() if name in AT_BOTH else (4,) if name in AT_TWO else (2,))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_episodes_are_those_of_one_rank(name, world, alone, make_group):
         pytest.skip("not on so many ranks")
     words, expected, responses = alone
     program = compiled(load([*words, *OPTIONS]), world.size, place)
-    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    assert errors(program) == []
     runs = []
     for seed, latest in ((1, 0), (2, 9)):
         run = a_run(words, seed=seed, latest=latest, world=with_groups(world, program, make_group), program=program)

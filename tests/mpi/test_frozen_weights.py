@@ -23,7 +23,6 @@ from rlhf_spmd.runtime.weights.frozen_weights import ShardedCopy
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
-    pytest.mark.slow_at(5, 8),
     pytest.mark.usefixtures("cheap_garbage_collection"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]

@@ -22,7 +22,6 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.evaluation import precompute_program
-from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, newest
 from rlhf_spmd.runtime.checkpoint.saving import Saver
@@ -43,6 +42,7 @@ from tests.mpi.test_invariance import (
     zero,
 )
 from tests.mpi.test_routes import MIXTURE
+from tests.programs import errors
 from tests.runs import OneRank, RunOf, compiled
 
 pytestmark = [
@@ -170,7 +170,7 @@ def test_logprobs_of_the_start_do_not_depend_on_the_ranks(placement, world, fold
         placement = "flattening"
     config = config_of("dpo", folder)
     program = precompute_program(compiled(config, world.size, PLACEMENTS[placement]), num_rows=config.rollout_batch)
-    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    assert errors(program) == []
     path = folder / f"logprobs of {placement}"
     precompute(prepare(config, program, with_groups(world, program, make_group)).job, str(path))
     if world.rank == 0:
@@ -263,7 +263,7 @@ def test_equals_the_run_on_one_rank(page, placement, world, folder, alone, make_
         placement = "flattening"
     config = config_of(page, folder)
     program = compiled(config, world.size, PLACEMENTS[placement])
-    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    assert errors(program) == []
     run = run_of(config, with_groups(world, program, make_group), program)
     history = run.iterations()
     expected_history, expected_weights = alone[page]

@@ -11,7 +11,7 @@ from tests import backends
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
-    pytest.mark.slow_at(4, 8),
+    pytest.mark.slow_at(4),
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
 LONG = timedelta(seconds=30)

@@ -20,14 +20,13 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import HOST
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import WORLD, Program
-from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.failure.failures import PeerError
 from rlhf_spmd.runtime.generation.shared_episodes import SharedEpisodes
-from tests.folders import write_all, write_model, write_prompts
+from tests.folders import write_all, write_model
 from tests.mpi.test_chain import Chained
 from tests.mpi.test_episodes import parted
 from tests.mpi.test_invariance import with_groups
-from tests.programs import random_split_placement, random_split_program, streaming_with_stages
+from tests.programs import errors, random_split_placement, random_split_program, streaming_with_stages
 from tests.run_mpi import BACKEND
 from tests.runs import RunOf, compiled, load
 from tests.unit.runtime.execute.test_episodes import EOS_IDS, OPTIONS, a_run
@@ -39,7 +38,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
 NUM_RANDOM, NUM_QUICK = 30, 2
-QUICK_CHAINS = ("separation", 150), ("separation in slices", 0)
+QUICK_CHAIN = ("separation", 150)
 
 
 def by_strategy(name: str, **options) -> Callable:
@@ -60,21 +59,20 @@ PLACEMENTS = {
 
 
 @pytest.fixture(scope="module")
-def folder(world, shared_folder):
-    """Returns checkpoints of models with four layers, and prompts."""
-    if world.rank == 0:
-        write_model(shared_folder / "actor", num_layers=4)
-        write_model(shared_folder / "reward", num_layers=4, head="scalar", seed=1)
-        write_prompts(shared_folder / "prompts.jsonl")
-    world.barrier("the checkpoints")
-    return shared_folder
+def overrides(written, shared_folder):
+    """Returns options of models with four layers, and prompts."""
+
+    def write(folder) -> list[str]:
+        write_model(folder / "reward", num_layers=4, head="scalar", seed=1)
+        return [word for word in write_all(folder / "others", num_layers=4) if "reward" not in word]
+
+    return [*written(write), f"models.reward={shared_folder / 'reward'}"]
 
 
 @pytest.fixture(scope="module")
-def settings(folder):
-    paths = [f"models.{name}={folder / name}" for name in ("actor", "reward")]
-    sizes = ["rollout_batch=12", "mini_batch=4", "micro_batch=1", "data.max_prompt=8", "generation.max_new_tokens=6"]
-    return load([*paths, f"data.prompts={folder / 'prompts.jsonl'}", *sizes, "ppo.epochs=2", "parity_tolerance=1"])
+def settings(overrides):
+    sizes = ("rollout_batch=12", "mini_batch=4", "micro_batch=1", "generation.max_new_tokens=6", "parity_tolerance=1")
+    return load(overrides, *sizes)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +82,7 @@ def expected(settings) -> str:
 
 def run(program: Program, settings, world, make_group) -> str:
     """Returns the hash of the tokens after an iteration."""
-    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    assert errors(program) == []
     return RunOf(settings, with_groups(world, program, make_group), program).iteration()["tokens_sha256"]
 
 
@@ -109,7 +107,7 @@ def test_between_gpus(host_bytes, settings, expected, world, make_group):
 @pytest.mark.parametrize(
     ("name", "host_bytes"),
     [
-        pytest.param(name, host_bytes, marks=[] if (name, host_bytes) in QUICK_CHAINS else [pytest.mark.slow])
+        pytest.param(name, host_bytes, marks=[] if (name, host_bytes) == QUICK_CHAIN else [pytest.mark.slow])
         for name in ("separation", "separation in stages", "separation in slices", "streaming with stages")
         for host_bytes in (0, 150, 2**24)
     ],
@@ -122,7 +120,7 @@ def test_chains_between_gpus(name, host_bytes, settings, world, make_group):
     placement = dataclasses.replace(PLACEMENTS[name](workload, cluster), chain=True)
     program = compile_program(workload, placement, cluster)
     assert program.chains
-    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    assert errors(program) == []
     chained = Chained(settings, with_groups(world, program, make_group), program).iterations()
     alone = RunOf(settings).iterations()
     assert [row["tokens_sha256"] for row in chained] == [row["tokens_sha256"] for row in alone]
@@ -147,10 +145,9 @@ SHORT_S = 5.0  # in which a broadcast that hangs ends
 
 
 @pytest.fixture(scope="module")
-def run_of_episodes(folder, world):
+def run_of_episodes(written, world):
     """Returns run_of_episodes(make_group), which runs two iterations with groups of their own; on one rank without."""
-    words = write_all(folder / "episodes", eos_token_ids=EOS_IDS) if world.rank == 0 else []
-    words = world.bcast(words, what="the folders")
+    words = written(lambda folder: write_all(folder / "episodes", eos_token_ids=EOS_IDS))
 
     def run(make: Callable | None = None) -> list[str]:
         how: dict = {}

@@ -4,18 +4,16 @@ python tests/run_mpi.py 2 -- tests/mpi/test_routes.py
 """
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.strategies import interleaving1, separation
-from tests.edges import explain_flips
 from tests.folders import write_all
 from tests.mpi.test_ahead import Ahead, Twin, halves
 from tests.mpi.test_invariance import EOS_IDS, TOLERANCE, by_call, error, with_groups
+from tests.programs import errors
 from tests.runs import RunOf, compiled, load
 
 pytestmark = [
@@ -57,8 +55,9 @@ MORE = [*((name, "plain") for name in ("slices", "stages", "interleaving", "sepa
 
 
 @pytest.fixture(scope="module")
-def folder(written):
-    return written(partial(write_all, eos_token_ids=EOS_IDS, **MIXTURE))
+def folder(written, shared_folder):
+    written(write_all, eos_token_ids=EOS_IDS, **MIXTURE)
+    return shared_folder
 
 
 def settings_of(folder: Path, config: str):
@@ -85,11 +84,10 @@ def alone(folder, made_once) -> dict[str, list[dict]]:
 def test_a_mixture_equals_the_run_on_one_rank(placement, config, world, folder, alone, make_group):
     settings = settings_of(folder, config)
     program = compiled(settings, world.size, PLACEMENTS[placement])
-    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    assert errors(program) == []
     run = RunOf(settings, with_groups(world, program, make_group), program)
     history, replays = run.iterations(), config != "router"
-    same = [m["tokens_sha256"] for m in history] == [m["tokens_sha256"] for m in alone[config]]
-    assert same, explain_flips(settings, run.responses)
+    assert [m["tokens_sha256"] for m in history] == [m["tokens_sha256"] for m in alone[config]]
     for metrics, expected in zip(history, alone[config], strict=True):
         assert metrics["parity_max_abs"] < 1e-4
         assert metrics.get("route_disagreement") == (0.0 if replays else None)

@@ -16,10 +16,10 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import HOST
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import WORLD, Program
-from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.execute.post_and_wait import Transfers
 from tests.folders import write_all
 from tests.mpi.test_invariance import with_groups
+from tests.programs import errors
 from tests.runs import RunOf, load
 
 pytestmark = [
@@ -33,9 +33,8 @@ COMPARED = ("tokens_sha256", "score", "actor_loss", "critic_loss", "actor_grad_n
 
 
 @pytest.fixture(scope="module")
-def settings(world, shared_folder):
-    overrides = write_all(shared_folder) if world.rank == 0 else []
-    return load(world.bcast(overrides, what="the options"), "iterations=1", "rollout_batch=12", "mini_batch=4")
+def settings(written):
+    return load(written(write_all), "iterations=1", "rollout_batch=12", "mini_batch=4")
 
 
 def streaming(settings, device: str, host_bytes: int) -> Program:
@@ -43,7 +42,7 @@ def streaming(settings, device: str, host_bytes: int) -> Program:
     workload, cluster = make_workload(settings), Cluster.parse("1x2", device)
     workload = dataclasses.replace(workload, host_bytes=host_bytes)
     program = compile_program(workload, load_strategy("separation").place(workload, cluster), cluster)
-    assert not [finding for finding in check(program) if finding.severity == "error"]
+    assert errors(program) == []
     return program
 
 

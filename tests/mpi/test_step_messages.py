@@ -62,14 +62,8 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.fixture(scope="module")
-def settings(world, shared_folder):
-    overrides = shared_folder / "overrides"
-    if world.rank == 0:
-        overrides.write_text("\n".join(write_all(shared_folder)), encoding="utf-8")
-    world.barrier("the checkpoints")
-    return load(
-        overrides.read_text(encoding="utf-8").split("\n"), "ppo.epochs=1", f"mini_batch={ROWS}", f"rollout_batch={ROWS}"
-    )
+def settings(written):
+    return load(written(write_all), "ppo.epochs=1", f"mini_batch={ROWS}", f"rollout_batch={ROWS}")
 
 
 @pytest.mark.parametrize(

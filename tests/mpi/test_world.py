@@ -175,13 +175,6 @@ def test_sums_in_groups_of_odd_shapes(world, named_ranks, make_group):
     assert distributed.get_world_size(make_group((0, 1))) in (2, -1)
 
 
-def test_the_world_group_and_the_device(world):
-    number = torch.ones(3, device=world.device)
-    distributed.all_reduce(number)
-    assert number.tolist() == [world.size] * 3
-    assert torch.get_num_threads() == 1
-
-
 @pytest.mark.timed
 @pytest.mark.rotates
 def test_stragglers_of_a_torch_collective(world):
