@@ -5,21 +5,12 @@ import signal
 import subprocess
 import sys
 
-from bench.first_light.steps import Found, Light, Missing
+from bench.first_light.steps import Found, Light
 
 
 def passes(light: Light) -> Found:
     light.row(work="planted", number=1.5)
     return Found(True, "as planted")
-
-
-def fails(light: Light) -> Found:
-    light.row(work="planted", number=2)
-    return Found(False, "below 70%")
-
-
-def raises(light: Light) -> Found:
-    raise RuntimeError("planted error")
 
 
 def crashes(light: Light) -> Found:
@@ -36,7 +27,3 @@ def hangs(light: Light) -> Found:
     print("begins to hang", flush=True)
     child.wait()
     return Found(True, "")
-
-
-def lacks(light: Light) -> Found:
-    raise Missing("a sanitizer")

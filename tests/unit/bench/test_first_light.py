@@ -36,7 +36,7 @@ def rows_of(folder: Path) -> list[dict]:
 
 @pytest.mark.timed
 def test_one_bad_step_leaves_the_others_alone(tmp_path):
-    names = ("passes", "fails", "raises", "crashes", "lacks")
+    names = ("passes", "crashes")
     last = Step("afterwards", "runs alone, at last", f"{PLANTS}:passes", 60.0, group="speed")
     steps = [*map(planted, names), planted("hangs", limit_s=6.0), last]
     began = time.monotonic()
@@ -45,17 +45,14 @@ def test_one_bad_step_leaves_the_others_alone(tmp_path):
     assert [row["step"] for row in found] == [step.name for step in steps]
     told = {row["step"]: (row["verdict"], row["told"]) for row in found}
     assert told["passes"] == ("passed", "as planted") == told["afterwards"]
-    assert told["fails"] == ("failed", "below 70%")
-    assert told["raises"][0] == "failed" and "planted error" in told["raises"][1]
     assert told["crashes"] == ("failed", "status -11: about to crash")
-    assert told["lacks"] == ("skipped: a sanitizer", "")
     assert told["hangs"] == ("timed out", "by its own limit; last: begins to hang")
     assert verdicts_of(tmp_path) == {row["step"]: row for row in found}
     assert not is_alive(int((tmp_path / "child").read_text(encoding="utf-8")))
     rows = rows_of(tmp_path)
-    assert [row["number"] for row in rows] == [1.5, 2, 3, 1.5]  # what was measured before the end is kept
+    assert [row["number"] for row in rows] == [1.5, 3, 1.5]  # what was measured before the end is kept
     assert {"date", "commit", "hardware", "python", "versions", "device", "driver"} <= rows[0].keys()
-    assert "planted error" in (tmp_path / "logs.txt").read_text(encoding="utf-8")
+    assert "about to crash" in (tmp_path / "logs.txt").read_text(encoding="utf-8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["child", "logs.txt", "rows.jsonl", "verdicts.json"]
     assert "hangs            timed out" in first_light.show(found)
 

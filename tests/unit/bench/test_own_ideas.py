@@ -3,7 +3,6 @@
 import csv
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,22 +19,6 @@ def place(workload, cluster, *, tp: int = 1, zero: int = 0, colour: str = "red")
     layout = Layout.grid_of(cluster.ranks, tp=tp, zero=zero)
     return Placement({c.name: layout if c.kind == "train" else Layout.grid_of(cluster.ranks, tp=tp) for c in calls})
 """
-
-
-DEFAULTS = {
-    "calibration": None,
-    "device_type": None,
-    "preset": None,
-    "layout": None,
-    "algorithm": None,
-    "strategy": [],
-    "csv": None,
-    "overrides": [],
-}
-
-
-def words(**given) -> SimpleNamespace:
-    return SimpleNamespace(**DEFAULTS | given)
 
 
 @pytest.fixture

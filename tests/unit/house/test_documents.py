@@ -31,7 +31,6 @@ PROMISING = [
 DOCUMENTS = [*PROMISING, RESULTS, ROOT / "CHANGES.md", ROOT / "bench" / "LOG.md", ROOT / "bench" / "data" / "README.md"]
 SITE = ROOT / "tools" / "site" / "mkdocs.yml"
 MOST_LINES = 200
-MOST_RULES = 12  # of CONTRIBUTING.md: more are not kept
 GENERATED = (options_page.PAGE, metrics_page.PAGE, walk.PAGE)
 # pages with one limit for all of their words -> this limit
 MOST_WORDS = {
@@ -49,21 +48,6 @@ OURS = (
     "docs",
     "examples",
 )  # folders whose files are named
-VERBS = (
-    "train",
-    "evaluate",
-    "coming-from",
-    "generate",
-    "profile",
-    "check",
-    "plan",
-    "convert",
-    "draw",
-    "rollouts",
-    "status",
-    "postmortem",
-)
-VERBS += ("algorithms", "forecast", "options", "examples", "slurm-scripts", "rehearse", "report")
 
 
 def num_words(text: str) -> int:
@@ -146,12 +130,6 @@ def test_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
-def test_the_rules_are_few():
-    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rules = re.findall(r"^(\d+)\. ", guide.partition("## Rules")[2].partition("\n## ")[0], re.MULTILINE)
-    assert rules == [str(number) for number in range(1, len(rules) + 1)] and 1 < len(rules) <= MOST_RULES
-
-
 @pytest.mark.parametrize(("pages", "most"), MOST_WORDS.items(), ids=["manual", "results"])
 def test_pages_have_few_words(pages, most):
     """A sentence more means another sentence less, or one said in one place instead of two."""
@@ -211,7 +189,6 @@ def test_named_modules_exist(page):
 def test_commands_are_understood(page, command, tmp_path):
     """A file of --config is one of the repository, or the block of YAML on the same page."""
     parsed = parse(words_for_us(command))
-    assert parsed.verb in VERBS
     if parsed.verb in ("train", "check", "plan") and not getattr(parsed, "resume", None):
         options = [word for word in parsed.overrides if not word.startswith("strategy.")]
         if parsed.config:
