@@ -19,7 +19,7 @@ from rlhf_spmd.plan.text.strategy_module import strategy_source
 from rlhf_spmd.plan.validate import ahead_problems
 from rlhf_spmd.plan.workflow import Role, trace
 from tests.ordered import standing
-from tests.programs import SPLIT_SHAPE, make_workload
+from tests.programs import SPLIT_SHAPE, errors, make_workload
 
 
 def old(old_logprobs: str) -> dict[str, str]:
@@ -32,10 +32,6 @@ def of_separation(size: int, *, old_logprobs: str = "generator", replay: bool = 
     workload = make_workload(**sizes, **old(old_logprobs), replay=replay)
     cluster, options = Cluster.parse(f"1x{size}"), {"ahead": 1} | options
     return compile_program(workload, load_strategy("separation").place(workload, cluster, **options), cluster)
-
-
-def errors(program: Program) -> list[str]:
-    return [finding.message for finding in check(program) if finding.severity == "error"]
 
 
 OPTIONS = (
@@ -134,14 +130,16 @@ def test_lists_that_read_what_is_not_there_are_found():
         for some in program.instructions
     )
     emptied = tuple(replace(t, messages=()) if n == rows else t for n, t in enumerate(program.transfers))
-    assert any("reads values" in text for text in errors(replace(program, transfers=emptied, instructions=without)))
+    assert any(
+        "reads values" in one.message for one in errors(replace(program, transfers=emptied, instructions=without))
+    )
     weights = next(n for n, transfer in enumerate(program.transfers) if transfer.model == "actor")
     early = list(program.instructions)
     moved = [one for one in early[2] if one != Post(weights)]
     early[2] = (Post(weights, delay=1), *moved)
     assert any(
-        "writes into a copy of actor that iteration 1 still reads" in text
-        for text in errors(replace(program, instructions=tuple(early)))
+        "writes into a copy of actor that iteration 1 still reads" in one.message
+        for one in errors(replace(program, instructions=tuple(early)))
     )
 
 

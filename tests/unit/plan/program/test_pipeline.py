@@ -12,9 +12,8 @@ from rlhf_spmd.plan.program import pipeline
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Post, Program, Run, Wait
 from rlhf_spmd.plan.program.pipeline import bodies, expand, global_order, largest_number
-from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.deadlock import hangs
-from tests.programs import SHAPE, make_workload
+from tests.programs import SHAPE, errors, make_workload
 
 GRIDS = [(stages, m) for stages in (2, 3, 4, 6) for m in (1, 2, 3, 5, 8)]
 
@@ -65,7 +64,7 @@ def test_a_step_takes_as_long_as_the_closed_form(stages, m):
 @pytest.mark.parametrize(("pp", "tp", "dp"), [(2, 1, 1), (4, 1, 1), (2, 2, 2), (3, 2, 1)])
 def test_no_body_can_hang_whatever_the_number_of_micro_batches(pp, tp, dp):
     program = program_of(pp, tp=tp, dp=dp, tokens=5)
-    assert [f for f in check(program) if f.severity == "error"] == []
+    assert errors(program) == []
     numbers: dict[str, list[int]] = {}
     for call, number, small in bodies(program):
         numbers.setdefault(call.name, []).append(number)
@@ -107,7 +106,7 @@ def test_a_schedule_that_hangs_is_refused_by_name(monkeypatch):
         return replace(body, instructions=body.instructions | {first: tuple(steps)})
 
     monkeypatch.setattr(pipeline, "body", broken)
-    found = [finding.message for finding in check(program_of(2, tokens=5)) if finding.severity == "error"]
+    found = [finding.message for finding in errors(program_of(2, tokens=5))]
     assert any(text.startswith("actor_train with 1 micro-batches: ") and "waits for ever" in text for text in found)
 
 

@@ -30,41 +30,77 @@ def test_the_programs_that_are_broken_below_are_sound(program):
     assert check(program) == []
 
 
-# ---- collectives ---------------------------------------------------------------------------------------------------
+def swap(steps: list, at: int) -> None:
+    steps[at], steps[at + 1] = steps[at + 1], steps[at]
 
 
-def test_two_collectives_swapped_on_one_rank():
-    program = halves()
-    at = where(program, 2, "Run actor_train epoch 0 mini-batch 1")
-    broken = edited(program, 2, lambda s: s.__setitem__(slice(at, at + 2), [s[at + 1], s[at]]))
-    assert_refused(broken, 2, "Run critic_train epoch 0 mini-batch 0", "waits for ever", "0-1,3", position=at)
-    assert_refused(broken, 0, "Run actor_train epoch 0 mini-batch 1", "rank 2 stands at", "critic_train")
+def drop(steps: list, at: int) -> None:
+    del steps[at]
 
 
-@pytest.mark.parametrize("call", ["actor_train epoch 0 mini-batch 1", "reference_infer", "estimate_advantages"])
-def test_a_run_dropped_on_one_rank(call):
-    program = halves()
-    broken = edited(program, 1, lambda s: s.pop(where(program, 1, f"Run {call}")))
-    assert_refused(broken, 1, "never executes", f"Run {call}")
-    if "train" in call:
-        assert_refused(broken, 0, f"Run {call}", "waits for ever for ranks 1")
+def double(steps: list, at: int) -> None:
+    steps.insert(at, steps[at])
 
 
-@pytest.mark.parametrize("call", ["actor_train", "critic_infer", "estimate_advantages"])
-def test_an_extra_run_on_one_rank(call):
-    program = halves()
-    at = where(program, 3, f"Run {call}")
-    broken = edited(program, 3, lambda s: s.insert(at, s[at]))
-    assert_refused(broken, 3, f"Run {call}", "second time", position=at + 1)
+def to(text: str):
+    """Returns a change that moves an instruction in front of the first with this text."""
+
+    def move(steps: list, at: int) -> None:
+        step = steps.pop(at)
+        steps.insert(next(place for place, other in enumerate(steps) if str(other).startswith(text)), step)
+
+    return move
+
+
+WEIGHTS = number_of(separation(), "weights of actor")
+SCORES = number_of(halves(), "scores")
+EPOCH = "Run actor_train epoch 0 mini-batch"
+BROKEN = [  # program, rank, an instruction, what happens to it; what is said, and of which instruction then
+    (halves, 2, f"{EPOCH} 1", swap, ("Run critic_train epoch 0 mini-batch 0", "waits for ever", "0-1,3"), 0),
+    (halves, 1, f"{EPOCH} 1", drop, ("never executes", f"{EPOCH} 1"), None),
+    (halves, 1, "Run reference_infer", drop, ("never executes", "Run reference_infer"), None),
+    (halves, 1, "Run estimate_advantages", drop, ("never executes", "Run estimate_advantages"), None),
+    (halves, 3, "Run actor_train", double, ("Run actor_train", "second time"), 1),
+    (halves, 3, "Run critic_infer", double, ("Run critic_infer", "second time"), 1),
+    (halves, 3, "Run estimate_advantages", double, ("Run estimate_advantages", "second time"), 1),
+    (halves, 2, "Post transfer 1", drop, ("never posts transfer 1", "responses to ranks 2-3", "would wait"), None),
+    (halves, 2, "Post transfer 1", drop, ("Wait transfer 1 comes before its Post",), None),
+    (halves, 3, "Wait transfer 1", drop, ("posts transfer 1 but never waits for it",), None),
+    (halves, 2, "Post transfer 1", double, ("Post transfer 1 appears twice",), 1),
+    (halves, 2, "Wait transfer 1", double, ("Wait transfer 1 appears twice",), 1),
+    (halves, 3, "Wait transfer 1", swap, ("Run reward_infer reads responses of columns 2", "not here"), 0),
+    (
+        *(halves, 2, f"Post transfer {SCORES}", to("Run reward_infer")),
+        *((f"Post transfer {SCORES} sends scores to rank 0 before it is here",), "Post"),
+    ),
+    (
+        *(separation, 2, f"Post transfer {WEIGHTS}", to(f"{EPOCH} 1")),
+        *((f"Post transfer {WEIGHTS} moves the weights of actor before", "Run actor_train"), "Post"),
+    ),
+    (
+        *(separation, 0, f"Post transfer {WEIGHTS}", lambda steps, at: steps.insert(0, steps.pop(at))),
+        *((f"Post transfer {WEIGHTS} writes into a copy of actor", "Run actor_generate"), "Post"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "rank", "text", "change", "words", "then"), BROKEN)
+def test_an_instruction_that_is_elsewhere_twice_or_not_there(make, rank, text, change, words, then):
+    """then: how far behind the old place the error is; Post: where the instruction is now."""
+    program = make()
+    at = where(program, rank, text)
+    broken = edited(program, rank, lambda steps: change(steps, at))
+    at = where(broken, rank, text) if then == "Post" else None if then is None else at + then
+    assert_refused(broken, rank, *words, position=at)
+    if change in (swap, drop) and text.startswith(EPOCH):  # and the others wait for it
+        assert_refused(broken, 0, f"{EPOCH} 1", "rank 2 stands at" if change is swap else "waits for ever for ranks 1")
 
 
 def test_training_out_of_order():
     """Alike on both ranks, so that nothing hangs: but the epochs are not what the algorithm says."""
     program = place_models(make_workload(num_mini_batches=2), 2)
-    for rank in (0, 1):
-        at = where(program, rank, "Run actor_train")
-        program = edited(program, rank, lambda s, i=at: s.__setitem__(slice(i, i + 2), [s[i + 1], s[i]]))
-    assert_refused(program, 1, "Run actor_train epoch 0 mini-batch 0", "comes after epoch 0 mini-batch 1")
+    broken = everywhere(program, lambda steps: swap(steps, where(program, 0, "Run actor_train")))
+    assert_refused(broken, 1, "Run actor_train epoch 0 mini-batch 0", "comes after epoch 0 mini-batch 1")
 
 
 def test_a_run_in_a_group_that_the_rank_is_not_in():
@@ -122,72 +158,7 @@ def test_agreement_that_does_not_come_once_and_last(twice):
     assert errors(everywhere(program, lambda s: s.append(Agree("metrics")))) != []
 
 
-# ---- transfers -----------------------------------------------------------------------------------------------------
-
-
-def test_a_post_dropped():
-    program = halves()
-    at = where(program, 2, "Post transfer 1")
-    broken = edited(program, 2, lambda s: s.pop(at))
-    assert_refused(broken, 2, "never posts transfer 1", "responses to ranks 2-3", "would wait for ever")
-    assert_refused(broken, 2, "Wait transfer 1 comes before its Post")
-
-
-def test_a_wait_dropped():
-    program = halves()
-    broken = edited(program, 3, lambda s: s.pop(where(program, 3, "Wait transfer 1")))
-    assert_refused(broken, 3, "posts transfer 1 but never waits for it")
-
-
-@pytest.mark.parametrize("step", [Post(1), Wait(1)])
-def test_a_transfer_used_twice(step):
-    broken = edited(halves(), 2, lambda s: s.insert(s.index(step), step))
-    assert_refused(broken, 2, f"{step} appears twice", position=broken.instructions[2].index(step) + 1)
-
-
-# ---- data and weights ----------------------------------------------------------------------------------------------
-
-
-def test_a_run_before_the_wait_that_brings_its_data():
-    program = halves()
-
-    def hurry(steps):
-        wait = steps.index(Wait(1))
-        assert str(steps[wait + 1]) == "Run reward_infer"
-        steps[wait], steps[wait + 1] = steps[wait + 1], steps[wait]
-
-    broken = edited(program, 3, hurry)
-    at = where(broken, 3, "Run reward_infer")
-    assert_refused(broken, 3, "Run reward_infer reads responses of columns 2", "not here", position=at)
-
-
-def test_a_sender_that_posts_before_the_run_that_makes_its_data():
-    program = halves()
-    scores = number_of(program, "scores")
-
-    def hurry(steps):
-        steps.insert(where(program, 2, "Run reward_infer"), steps.pop(steps.index(Post(scores))))
-
-    broken = edited(program, 2, hurry)
-    at = where(program, 2, "Run reward_infer")
-    assert_refused(broken, 2, f"Post transfer {scores} sends scores to rank 0 before it is here", position=at)
-
-
-def test_weights_sent_before_the_last_step_of_training():
-    program = separation()
-    weights = number_of(program, "weights of actor")
-    last = where(program, 2, "Run actor_train epoch 0 mini-batch 1")
-    broken = edited(program, 2, lambda s: s.insert(last, s.pop(s.index(Post(weights)))))
-    assert_refused(
-        broken, 2, f"Post transfer {weights} moves the weights of actor before", "Run actor_train", position=last
-    )
-
-
-def test_weights_that_arrive_while_a_shadow_still_uses_the_old_ones():
-    program = separation()
-    weights = number_of(program, "weights of actor")
-    broken = edited(program, 0, lambda s: s.insert(0, s.pop(s.index(Post(weights)))))
-    assert_refused(broken, 0, f"Post transfer {weights} writes into a copy of actor", "Run actor_generate", position=0)
+# ---- weights ----
 
 
 @pytest.mark.parametrize("copies", [0, 2])

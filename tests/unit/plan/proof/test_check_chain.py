@@ -51,61 +51,68 @@ def test_the_program_that_is_broken_below_is_sound():
     assert [step for step in steps if isinstance(step, Post | Wait) and step.delay][-1] == Wait(critic)
 
 
-@pytest.mark.parametrize("model", ["actor", "critic"])
-def test_a_copy_is_read_before_its_new_weights_came(model):
-    program = chained()
-    first = "Run actor_generate" if model == "actor" else "Run critic_infer"
-    broken = moved(program, GENERATOR, weights_of(program, model), behind=first)
-    at = where(broken, GENERATOR, first)
-    assert_refused(broken, GENERATOR, first, "reads the weights of iteration 0 before they came", position=at)
+PROGRAM = chained()
+ACTOR, CRITIC = (weights_of(PROGRAM, model) for model in ("actor", "critic"))
+LAST = "Run critic_infer epoch 0 mini-batch 1"  # that reads the copy
+BEFORE = "reads the weights of iteration 0 before they came"
+SENT = "trains while its weights of iteration 0 are being sent"
 
 
-def test_a_copy_is_read_while_its_new_weights_come():
-    program = chained()
-    number, at = weights_of(program, "critic"), where(program, GENERATOR, "Run critic_infer")
-    broken = edited(program, GENERATOR, lambda s: s.insert(at, s.pop(s.index(Wait(number)))))
-    text = "reads the weights of iteration 0 before they came"
-    assert_refused(broken, GENERATOR, "Run critic_infer", text, f"transfer {number}", position=at - 1)
+def at_the_reader(steps: list) -> None:
+    steps.insert(where(PROGRAM, GENERATOR, "Run critic_infer"), steps.pop(steps.index(Wait(CRITIC))))
 
 
-@pytest.mark.parametrize(("kind", "words"), [(Post, "never posts transfer"), (Wait, "but never waits for it")])
-def test_a_post_or_wait_of_new_weights_dropped(kind, words):
-    program = chained()
-    number = weights_of(program, "critic")
-    assert_refused(edited(program, GENERATOR, lambda s: s.remove(kind(number))), GENERATOR, words)
+BROKEN = {  # rank, its program, what is said, and of which instruction
+    "read before": (
+        *(GENERATOR, moved(PROGRAM, GENERATOR, ACTOR, behind="Run actor_generate")),
+        *(("Run actor_generate", BEFORE), "Run actor_generate"),
+    ),
+    "read before, by the critic": (
+        *(GENERATOR, moved(PROGRAM, GENERATOR, CRITIC, behind="Run critic_infer")),
+        *(("Run critic_infer", BEFORE), "Run critic_infer"),
+    ),
+    "read while they come": (
+        *(GENERATOR, edited(PROGRAM, GENERATOR, at_the_reader)),
+        *(("Run critic_infer", BEFORE, f"transfer {CRITIC}"), "Run critic_infer"),
+    ),
+    "no Post": (
+        *(GENERATOR, edited(PROGRAM, GENERATOR, lambda steps: steps.remove(Post(CRITIC)))),
+        *(("never posts transfer",), None),
+    ),
+    "no Wait": (
+        *(GENERATOR, edited(PROGRAM, GENERATOR, lambda steps: steps.remove(Wait(CRITIC)))),
+        *(("but never waits for it",), None),
+    ),
+    "into a copy that is still read": (
+        *(GENERATOR, moved(PROGRAM, GENERATOR, CRITIC, before=LAST, delay=0)),
+        (f"Post transfer {CRITIC} writes into a copy of critic that iteration 0 still reads", LAST),
+        f"Post transfer {CRITIC}",
+    ),
+    "sent while the next iteration trains them": (
+        *(TRAINER, moved(PROGRAM, TRAINER, ACTOR, behind="Run actor_train")),
+        *((SENT,), "Run actor_train"),
+    ),
+    "sent before they have been trained": (
+        *(TRAINER, moved(PROGRAM, TRAINER, ACTOR, behind="Run actor_train", delay=0)),
+        *(("moves the weights of actor before iteration 0 has trained them",), None),
+    ),
+    "swapped on one rank": (  # actor and critic send in one order, and one rank waits for them in the other one
+        *(GENERATOR, moved(PROGRAM, GENERATOR, CRITIC, before=f"Post transfer {ACTOR}")),
+        (f"Wait transfer {CRITIC} of iteration 0 waits for ever for ranks", f"Wait transfer {ACTOR} of iteration 0"),
+        f"Wait transfer {CRITIC}",
+    ),
+    "metrics before the iteration has ended": (
+        GENERATOR,
+        edited(PROGRAM, GENERATOR, lambda steps: steps.insert(0, steps.pop(steps.index(Agree("metrics"))))),
+        *(("must end with its one Agree",), None),
+    ),
+}
 
 
-def test_new_weights_in_a_copy_that_is_still_read():
-    """Of the same iteration, before its last Run that reads the copy."""
-    program = chained()
-    number = weights_of(program, "critic")
-    last = "Run critic_infer epoch 0 mini-batch 1"
-    broken = moved(program, GENERATOR, number, before=last, delay=0)
-    text = f"Post transfer {number} writes into a copy of critic that iteration 0 still reads"
-    assert_refused(broken, GENERATOR, text, last, position=where(broken, GENERATOR, f"Post transfer {number}"))
-
-
-def test_weights_are_sent_while_the_next_iteration_trains_them():
-    program = chained()
-    broken = moved(program, TRAINER, weights_of(program, "actor"), behind="Run actor_train")
-    at = where(broken, TRAINER, "Run actor_train")
-    assert_refused(broken, TRAINER, "trains while its weights of iteration 0 are being sent", position=at)
-
-
-def test_weights_are_sent_before_they_have_been_trained():
-    program = chained()
-    broken = moved(program, TRAINER, weights_of(program, "actor"), behind="Run actor_train", delay=0)
-    assert_refused(broken, TRAINER, "moves the weights of actor before iteration 0 has trained them")
-
-
-def test_two_weights_swapped_on_one_rank():
-    """Actor and critic send in one order, and one rank waits for them in the other one."""
-    program = chained()
-    actor, critic = (weights_of(program, model) for model in ("actor", "critic"))
-    broken = moved(program, GENERATOR, critic, before=f"Post transfer {actor}")
-    at = where(broken, GENERATOR, f"Wait transfer {critic}")
-    words = (f"Wait transfer {critic} of iteration 0 waits for ever for ranks", f"Wait transfer {actor} of iteration 0")
-    assert_refused(broken, GENERATOR, *words, position=at)
+@pytest.mark.parametrize("name", BROKEN)
+def test_new_weights_that_come_or_leave_at_the_wrong_time(name):
+    rank, broken, words, text = BROKEN[name]
+    assert_refused(broken, rank, *words, position=text and where(broken, rank, text))
 
 
 def test_only_weights_and_metrics_are_of_the_iteration_before():
@@ -117,11 +124,6 @@ def test_only_weights_and_metrics_are_of_the_iteration_before():
         assert_refused(broken, GENERATOR, f"{step} comes {late} iterations late", position=at)
     unchained = replace(program, placement=replace(program.placement, chain=False))
     assert_refused(unchained, TRAINER, "Agree on metrics comes 1 iterations late")
-
-
-def test_metrics_are_told_before_the_iteration_has_ended():
-    broken = edited(chained(), GENERATOR, lambda s: s.insert(0, s.pop(s.index(Agree("metrics")))))
-    assert_refused(broken, GENERATOR, "must end with its one Agree")
 
 
 def test_the_state_is_agreed_on_once_when_all_of_it_has_been_counted():

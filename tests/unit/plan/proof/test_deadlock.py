@@ -6,15 +6,10 @@ from dataclasses import replace
 import pytest
 
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Message, Post, Program, Run, Transfer, Wait
-from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.deadlock import hangs
-from tests.programs import make_workload, mutated, place_models, random_program
+from tests.programs import errors, make_workload, mutated, place_models, random_program
 
 RESPONSES = ("responses",)
-
-
-def has_errors(program: Program) -> bool:
-    return any(finding.severity == "error" for finding in check(program))
 
 
 def peers(transfer: Transfer, rank: int, *, chained: bool) -> set[int]:
@@ -123,7 +118,7 @@ def test_ranks_that_wait_for_each_other_in_a_circle():
     for rank, position, text in hangs(program):
         assert position == 1 and f"Wait transfer {rank} waits for ever for ranks {(rank + 1) % 3};" in text
     assert len(hangs(program)) == 3
-    assert has_errors(program)
+    assert errors(program)
     calm = ring([("p0", "p2", "w0", "w2"), ("p0", "p1", "w0", "w1"), ("p1", "p2", "w1", "w2")])
     assert hangs(calm) == []
 
@@ -133,7 +128,7 @@ def test_posts_in_a_circle_hang_a_backend_that_carries_them_out_in_order():
     program = ring([("p0", "p2", "w0", "w2"), ("p1", "p0", "w0", "w1"), ("p2", "p1", "w1", "w2")])
     assert not standing(program, random.Random(0), in_order=False)
     assert {rank: position for rank, position, _ in hangs(program)} == standing(program, random.Random(0)) != {}
-    assert has_errors(program)
+    assert errors(program)
 
 
 def jumble(rng: random.Random) -> Program:
@@ -174,6 +169,6 @@ def test_the_proof_agrees_with_brute_force(make):
         hanging, calm = hanging + bool(left), calm + (not left)
         if not left:
             assert not standing(program, rng, in_order=False)
-        if make is not jumble and not has_errors(program):
+        if make is not jumble and not errors(program):
             assert not left
     assert min(hanging, calm) > 30, (hanging, calm)

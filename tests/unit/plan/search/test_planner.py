@@ -15,13 +15,12 @@ from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link
 from rlhf_spmd.plan.cost.memory import most_bytes
 from rlhf_spmd.plan.cost.seconds import Cost
-from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.search import planner as searches
 from rlhf_spmd.plan.search.exact import Best, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.planner import filled, refine, search
 from rlhf_spmd.plan.workload import ModelShape, Workload
-from tests.programs import make_workload
+from tests.programs import errors, make_workload
 
 A100 = load_calibration("a100-80g")
 SHAPE = ModelShape(8, 64, 176, 8, 4, 8, 512)
@@ -74,7 +73,7 @@ def test_plans_compile_and_fit(preset, layout):
     seconds = [plan.forecast.makespan_s for plan in found.plans]
     assert seconds == sorted(seconds) and found.num_scored > 0
     for plan in found.plans:
-        assert not [finding for finding in check(plan.program) if finding.severity == "error"]
+        assert not errors(plan.program)
         assert plan.forecast.makespan_s == pytest.approx(plan.call_level_s, rel=0.2)
 
 
@@ -102,7 +101,7 @@ def test_a_base_that_models_have_in_common_fits_where_four_do_not():
     apart = replace(workload, bases={})
     (plan,) = search(on_one_base(workload), cluster, A100, method="two_phase", keep=1).plans
     assert 26e9 < most_bytes(plan.program) < 45e9
-    assert not [finding for finding in check(plan.program) if finding.severity == "error"]
+    assert not errors(plan.program)
     with pytest.raises(UserError, match="no placement"):
         search(apart, cluster, A100, method="two_phase", keep=1)
 
@@ -122,7 +121,7 @@ def test_plans_one_iteration_ahead(method, options):
     found = search(workload, cluster, A100, method=method, keep=2, ahead=1, budget=10_000)
     for plan in found.plans:
         assert plan.name == searches.SEPARATION_AHEAD and plan.placement.ahead == 1
-        assert not [finding for finding in check(plan.program) if finding.severity == "error"]
+        assert not errors(plan.program)
         assert plan.forecast.makespan_s == pytest.approx(plan.call_level_s, rel=0.1)
 
 
@@ -141,7 +140,7 @@ def test_no_plan_gets_slower_because_iterations_may_be_a_chain(layout):
         assert best.program.chains and best.forecast.makespan_s < min(13.9, 0.9 * drained.plans[0].forecast.makespan_s)
     assert others[0].placement == drained.plans[0].placement
     for plan in found.plans:
-        assert not [finding for finding in check(plan.program) if finding.severity == "error"]
+        assert not errors(plan.program)
         assert plan.forecast.makespan_s == pytest.approx(plan.call_level_s, rel=0.05)
 
 
