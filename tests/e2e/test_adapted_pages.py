@@ -36,7 +36,10 @@ def words_of(page, folder, *more):
     return [*data, *own, *([f"reward_function={folder / 'reward.py'}:many"] if judged else []), *more]
 
 
-@pytest.mark.parametrize("page", PAGES)
+SLOW = ("sft", "dpo", "rloo", "reinforce_plus_plus")  # tests/mpi/test_given_responses.py has adapters of the first two
+
+
+@pytest.mark.parametrize("page", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in PAGES])
 def test_a_page_trains_adapters_alone(page, folder):
     words = words_of(page, folder, "lora.rank=2")
     run = RunOf(presets.load(None, words, str(folder / "lm"), algorithm=page))

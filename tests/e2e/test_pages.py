@@ -1,10 +1,6 @@
-"""Toy pages (tests/toy_pages/), trained as a user would: the same numbers on 1, 3 and 4 ranks and in other layouts.
+"""A page of a user (tests/toy_pages/group.py), trained as by its user: the same numbers on 1, 3 and 4 ranks and in
+other layouts. No other file knows it. It has a second generating call and groups of 16 samples, cut by three ranks."""
 
-No file but the page knows them: one has no generation, one has pairs, one has a second generating call and groups of 16
-samples, which three data-parallel ranks cut.
-"""
-
-import functools
 import json
 import re
 import shutil
@@ -15,85 +11,58 @@ import pytest
 from tests.folders import given_rows, write_model
 from tests.page_runs import REALLOCATION, assert_same, evaluations, metrics, resume, timeless, trained, weights
 
-PAGES = Path(__file__).parents[1] / "toy_pages"
-LR = {"given_responses": ("student",), "pairs": ("policy",), "group": ("actor",)}
-SIZES = {
-    "given_responses": ("rollout_batch=8", "mini_batch=4"),
-    "pairs": ("rollout_batch=8", "mini_batch=4"),
-    "group": ("rollout_batch=4", "samples_per_prompt=16", "mini_batch=32"),
-}
-PLACEMENTS = {"3 ranks": (3, ()), "tp 2 and pp 2": (4, REALLOCATION), "4 ranks": (4, ())}
-FAST = {"given_responses": ("3 ranks",), "pairs": ("tp 2 and pp 2",), "group": ("3 ranks",)}
+PAGE = Path(__file__).parents[1] / "toy_pages" / "group.py"
+SIZES = ("rollout_batch=4", "samples_per_prompt=16", "mini_batch=32")
+PLACEMENTS = [(3, ()), *(pytest.param(4, more, marks=pytest.mark.slow) for more in (REALLOCATION, ()))]
 
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory) -> list[str]:
-    """Returns models for any of the pages, and a data set with the columns of all."""
+    """Returns the command line of the page."""
     folder = tmp_path_factory.mktemp("pages")
-    rows = [row | {"answer": row["completion"]} for row in given_rows(24)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given_rows(24)), encoding="utf-8")
     write_model(folder / "lm", seed=1)
     write_model(folder / "judge", head="scalar", seed=2)
-    shared = [f"data.prompts={folder / 'rows.jsonl'}", "data.max_prompt=8", "generation.max_new_tokens=10"]
-    return [*shared, "iterations=2", "micro_batch=3", "deadline_s=100", "--model", str(folder / "lm")]
-
-
-def of_page(page: str, options: list[str], *more: str) -> list[str]:
-    """Returns the command line of a page."""
-    judge = [f"models.judge={Path(options[-1]).parent / 'judge'}"] if page == "group" else []
-    rates = [f"optimizer.{role}_lr=1e-3" for role in LR[page]]
-    return ["--algorithm", str(PAGES / f"{page}.py"), *SIZES[page], *rates, *judge, *options, *more]
+    base = ["--algorithm", str(PAGE), *SIZES, f"models.judge={folder / 'judge'}", "--model", str(folder / "lm")]
+    data = [f"data.prompts={folder / 'rows.jsonl'}", "data.max_prompt=8", "generation.max_new_tokens=10"]
+    return [*base, *data, "iterations=2", "micro_batch=3", "deadline_s=100", "optimizer.actor_lr=1e-3"]
 
 
 @pytest.fixture(scope="module")
-def alone(options, tmp_path_factory):
-    """Returns alone(page): its run on one rank, made once, with a checkpoint after each iteration."""
-    folder = tmp_path_factory.mktemp("alone")
-    more = ("checkpoint.every=1", "checkpoint.keep=2")
-    return functools.cache(lambda page: trained(of_page(page, options, *more), 1, folder / page))
+def alone(options, tmp_path_factory) -> Path:
+    """Returns the run on one rank, with a checkpoint after each iteration."""
+    return trained([*options, "checkpoint.every=1", "checkpoint.keep=2"], 1, tmp_path_factory.mktemp("alone") / "run")
 
 
-@pytest.mark.parametrize("which", ["fast", pytest.param("others", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("page", SIZES)
-def test_a_page_trains_to_the_same_numbers_anywhere(page, which, options, alone, tmp_path):
-    one = alone(page)
-    assert (one / "algorithm.py").read_text(encoding="utf-8") == (PAGES / f"{page}.py").read_text(encoding="utf-8")
-    rows = metrics(one)
-    assert len(rows) == 2 and weights(one) and rows[0] != rows[1]
-    for name in FAST[page] if which == "fast" else PLACEMENTS.keys() - FAST[page]:
-        num_ranks, more = PLACEMENTS[name]
-        run = trained(of_page(page, options, *more), num_ranks, tmp_path / name.replace(" ", "-"))
-        assert_same(run, one, name)
+@pytest.mark.parametrize(("num_ranks", "more"), PLACEMENTS)
+def test_a_page_trains_to_the_same_numbers_anywhere(num_ranks, more, options, alone, tmp_path):
+    assert (alone / "algorithm.py").read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
+    rows = metrics(alone)
+    assert len(rows) == 2 and weights(alone) and rows[0] != rows[1]
+    assert_same(trained([*options, *more], num_ranks, tmp_path / "run"), alone, f"{num_ranks} ranks")
 
 
 def test_a_page_is_resumed_from_its_run_folder(alone, tmp_path):
     """Its second iteration has the bits of a run that was not stopped."""
-    whole = alone("group")
-    half = shutil.copytree(whole, tmp_path / "half")
+    half = shutil.copytree(alone, tmp_path / "half")
     shutil.rmtree(half / "checkpoints" / "iteration-000002")
     resume(half, 1)
-    assert timeless(whole) == timeless(half)
-    assert weights(whole) == weights(half)
+    assert timeless(alone) == timeless(half)
+    assert weights(alone) == weights(half)
 
 
-@pytest.mark.parametrize("page", [pytest.param(one, marks=[pytest.mark.slow] * (one != "group")) for one in SIZES])
-def test_check_and_plan_know_a_page(page, options, warm):
+def test_check_and_plan_know_a_page(options, warm, tmp_path):
     """Every strategy places it or says why not, and the planner finds a plan that check accepts."""
-    judge = [f"models.judge={Path(options[-1]).parent / 'judge'}"] if page == "group" else []
-    base = ["--algorithm", str(PAGES / f"{page}.py"), *SIZES[page], *judge, "--model", options[-1]]
-    refused = {}
+    base, refused = options[: 2 + len(SIZES) + 3], {}
     for strategy in ("flattening", "interleaving1", "interleaving2", "separation", "reallocation"):
         status, stdout, stderr = warm.run(["check", strategy, "--layout", "1x4", "--json", *base])
         if status:
             refused[strategy] = stderr
         else:
             assert json.loads(stdout.splitlines()[-1])["errors"] == 0, stdout
-    assert {"flattening", "reallocation"}.isdisjoint(refused)
-    nothing = "there is nothing to "
-    assert all(nothing in text for text in refused.values()), refused
-    assert {"interleaving1", "interleaving2"} <= refused.keys()  # one model that only infers, or none
-    assert ("separation" in refused) == (page == "given_responses")
-    out = str(Path(options[-1]).parent / f"{page}-plan.py")
+    assert all("there is nothing to " in text for text in refused.values()), refused
+    assert refused.keys() == {"interleaving1", "interleaving2"}  # one model that only infers
+    out = str(tmp_path / "plan.py")
     words = ["plan", "--layout", "1x4", "--calibration", "cpu-2core", "--out", out]
     status, stdout, stderr = warm.run([*words, *base])
     assert status == 0, stdout + stderr

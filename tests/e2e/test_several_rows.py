@@ -120,22 +120,3 @@ def test_a_kill_leaves_the_same_bits(tmp_path):
     trained(2, "--resume", tmp_path / "killed", limit_s=400.0, DEADLY=str(tmp_path))
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
     assert weights_of(tmp_path / "killed") == weights_of(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    ("own", "says"),
-    [
-        (("reward_function=rlhf_spmd.rewards:exact_answer",), "which its agent returns, is that of all of its rows"),
-        (("grpo.turn_rewards=true", "grpo.scale=none"), "does not compare whole episodes"),
-        (("--algorithm", "ppo"), "does not compare whole episodes"),
-        (("mini_batch=10",), "a mini-batch must hold whole episodes"),
-        pytest.param(
-            (f"environment={FILE.with_name('functions.py')}:add",),
-            "only agents open further rows",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_what_cannot_hold_is_refused_by_name(own, says, tmp_path):
-    with pytest.raises(AssertionError, match=says):
-        run_of(tmp_path, "run", "drops", 1, *own, num=4)

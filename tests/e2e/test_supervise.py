@@ -184,16 +184,6 @@ def test_a_supervisor_that_is_stopped_does_not_keep_the_job(is_done, monkeypatch
     assert "did not end in 0 s after the work of its rank: it was killed" in told and told.count("\n") == 1, told
 
 
-def test_a_fatal_signal_is_told_with_its_place():
-    found = run(
-        "record.describe(rank=2, size=4, host='a-host', num_instructions=9)\n"
-        "record.begin('iteration 3: Run actor_train', 3, 7)\nos.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert found.returncode == 128 + signal.SIGKILL and found.stderr.count(PREFIX) == 1
-    for words in ("rank 2 of 4 (host a-host, process ", "SIGKILL in iteration 3: Run actor_train (instruction 7 of 9)"):
-        assert words in found.stderr, found.stderr
-
-
 def test_a_crash_shows_where_python_was():
     found = run("def hurt():\n    os.kill(os.getpid(), signal.SIGSEGV)\nhurt()")
     assert found.returncode == 128 + signal.SIGSEGV
@@ -235,24 +225,6 @@ def test_a_stop_is_no_signal():
     process.send_signal(signal.SIGUSR1)
     told = process.communicate(timeout=LIMIT_S)[0]
     assert told == f"Received(number={signal.SIGUSR1:d}, code=0, process={os.getpid()})\n"
-
-
-def test_a_supervisor_ends_with_its_launcher():
-    """The launcher is a shell that waits; without one (a shell that is left) a job goes on."""
-    command = f"{sys.executable} -c '{PROGRAM}{READY}time.sleep(60)' & wait"
-    launcher = subprocess.Popen(
-        ["bash", "-c", command],
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-        env=environment_alone(PMI_SIZE="2", PMI_RANK="0"),
-    )
-    child, parent = map(int, launcher.stdout.readline().split())
-    launcher.kill()
-    launcher.wait()
-    began = time.monotonic()
-    while is_alive(child) or is_alive(parent):
-        assert time.monotonic() - began < LIMIT_S
-        time.sleep(0.01)
 
 
 def test_a_kill_by_the_kernel_is_told_from_a_users_and_shared_memory_is_named():

@@ -56,35 +56,16 @@ def the_message(err):
     return next(line for line in err.splitlines() if line.startswith(PREFIX)).removeprefix(PREFIX)
 
 
-def test_a_mistake_on_every_rank_is_told_once():
-    status, _, err = run(
-        4,
-        """
+ON_EVERY_RANK = """
 with world.together("reading the configuration"):
     raise UserError("no such file: a.json")
-""",
-    )
-    assert status == 2 and the_message(err) == "no such file: a.json"
-
-
-@pytest.mark.parametrize("num_failing", [1, 4])
-def test_a_mistake_in_the_middle_ends_ranks_that_are_busy(num_failing):
-    status, _, err = run(
-        4,
-        f"""
-if world.rank >= 4 - {num_failing}:
+"""
+ON_SOME = """
+if world.rank >= 4 - {}:
     raise UserError("the disk is full")
 time.sleep(300)
-""",
-    )
-    message = the_message(err)
-    assert status == 2 and message.startswith("the disk is full (reported by rank ")
-
-
-def test_a_mistake_in_the_middle_ends_ranks_that_are_blocked_in_torch():
-    status, out, err = run(
-        3,
-        """
+"""
+IN_TORCH = """
 world.use_device("cpu")
 world.start_torch({"all": range(3)}, deadline_s=300, threads=1)
 import torch
@@ -94,46 +75,52 @@ if world.rank == 2:
     print(time.time(), flush=True)
     raise UserError("the disk is full")
 torch.distributed.all_reduce(torch.ones(1), group=world.group("all"))
-""",
-    )
-    assert status == 2 and the_message(err).startswith("the disk is full (reported by rank 2 (host ")
-    assert time.time() - float(out.split()[-1]) < 30
-
-
-def test_an_interrupted_rank_is_named():
-    status, _, err = run(
-        3,
-        """
+"""
+INTERRUPTED = """
 if world.rank == 1:
     world.progress("iteration 3: train actor", 3, 4)
     os.kill(os.getpid(), signal.SIGINT)
 time.sleep(300)
-""",
-    )
-    assert status == 130
-    assert the_message(err).startswith("interrupted by SIGINT (reported by rank 1 (host "), err
-    assert "in iteration 3: train actor" in err
-
-
-@pytest.mark.parametrize("how", ["time.sleep(300)", "os.kill(os.getpid(), signal.SIGSTOP)"])
-def test_ranks_that_never_come_are_named(how):
-    status, _, err = run(
-        4,
-        f"""
+"""
+AWAY = """
 if world.rank in (1, 2):
     world.progress("iteration 3: train actor")
-    {how}
+    {}
 world.barrier("the decision to stop")
-""",
-        deadline_s=1.5,
-    )
-    message = the_message(err)
-    assert status == 2
-    assert message.startswith("the decision to stop: rank ") and "but ranks 1, 2 (host " in message
-    assert (
-        "rank 1 last reported: iteration 3: train actor" in err
-        and "rank 2 last reported: iteration 3: train actor" in err
-    )
+"""
+LAST = [f"rank {rank} last reported: iteration 3: train actor" for rank in (1, 2)]
+
+
+def test_a_mistake_on_every_rank_is_told_once():
+    status, _, err = run(4, ON_EVERY_RANK)
+    assert status == 2 and the_message(err) == "no such file: a.json"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "body", "ended", "says"),
+    [
+        (4, ON_SOME.format(1), 2, ["the disk is full (reported by rank "]),
+        (4, ON_SOME.format(4), 2, ["the disk is full (reported by rank "]),
+        (3, IN_TORCH, 2, ["the disk is full (reported by rank 2 (host "]),
+        (3, INTERRUPTED, 130, ["interrupted by SIGINT (reported by rank 1 (host ", "in iteration 3: train actor"]),
+        *(
+            (
+                4,
+                AWAY.format(how),
+                2,
+                ["the decision to stop: rank ", "but ranks 1, 2 (host ", *LAST],
+            )
+            for how in ("time.sleep(300)", "os.kill(os.getpid(), signal.SIGSTOP)")
+        ),
+    ],
+)
+def test_a_job_ends_with_one_message(num_ranks, body, ended, says):
+    """Ranks that are busy, blocked in torch, interrupted, or never come."""
+    status, out, err = run(num_ranks, body, deadline_s=1.5 if "decision" in body else 20.0)
+    assert status == ended and the_message(err).startswith(says[0]), err
+    for words in says[1:]:
+        assert words in err, err
+    assert not out or time.time() - float(out.split()[-1]) < 30
 
 
 # Starts that can't work
@@ -143,14 +130,6 @@ def run_alone(**environment):
     """Starts the program without mpiexec, as a launcher of another MPI would start each of its processes."""
     program = [sys.executable, "-c", PROGRAM.format(body="    print(world.size)", deadline_s=5)]
     return run_limited(program, limit_s=LIMIT_S, environment=environment_alone(**environment))
-
-
-def test_a_start_in_which_every_process_is_alone_is_refused():
-    step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}
-    status, out, err = run_alone(**step, SLURM_PROCID="0")
-    assert status != 0 and out == "" and "4 processes were started" in the_message(err)
-    assert "srun --mpi=pmi2" in err
-    assert run_alone(SLURM_NTASKS="4", SLURM_PROCID="0") == (0, "1\n", "")  # a batch script, not a step
 
 
 @pytest.mark.parametrize("alone", [True, False])

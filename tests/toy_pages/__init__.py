@@ -1,1 +1,1 @@
-"""Toy pages: algorithms of one file each, which no other file mentions."""
+"""Pages of users: algorithms of one file each, which no other file of the program mentions."""

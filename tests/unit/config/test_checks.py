@@ -70,6 +70,10 @@ def test_environments_that_contradict_other_options():
             ["grpo.old_logprobs=loglinear", "grpo.rejection=token"],
             "loglinear reads the sampl",
         ),
+        ("grpo", ["episode.rows=4", "reward_function=m:f"], "which its agent returns, is that of all of its rows"),
+        ("grpo", ["episode.rows=4", "grpo.turn_rewards=true", "grpo.scale=none"], "does not compare whole episodes"),
+        ("ppo", ["episode.rows=4"], "does not compare whole episodes"),
+        ("grpo", ["episode.rows=4", "mini_batch=10"], "a mini-batch must hold whole episodes"),
     ):
         with pytest.raises(UserError, match=words):
             load(None, ["environment=m:f", "samples_per_prompt=8", *more], algorithm=algorithm)

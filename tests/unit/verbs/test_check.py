@@ -88,6 +88,7 @@ def test_nothing_heavy_is_imported(tmp_path):
             ["no rank of 1", "start more ranks"],
         ),
         (["check", "interleaving1", "strategy.ratios=reference=1/2,reward=3/4"], ["reference, reward sum to 5/4"]),
+        (["check", "separation", "--preset", "tiny", "--algorithm", "sft"], ["there is nothing to "]),
         (["check", "flattening", "--model", "no/folder"], ["no/folder/config.json does not exist"]),
         (["convert", "a.gguf", "folder", "iterations=3"], ["unknown argument 'iterations=3'"]),
     ],

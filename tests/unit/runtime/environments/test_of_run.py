@@ -24,14 +24,14 @@ def folder(tmp_path_factory):
     return write_bytes_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def of_run(folder: Path, spec: str, columns: list[str], name: str = "chatml") -> RunEnvironments:
+def of_run(folder: Path, spec: str, columns: list[str], name: str = "chatml", rows: int = 1) -> RunEnvironments:
     tokenizer = load_tokenizer(folder)
     config = SimpleNamespace(
         environment=spec if spec.endswith(("Guess", "search", "Sleepy")) else f"{FILES}/{spec}",
         environment_workers=1,
         seed=1,
         started=STARTED,
-        episode=Episode(tool_timeout_s=0.0),
+        episode=Episode(tool_timeout_s=0.0, rows=rows),
         data=DataOptions(key="prompt", chat_template=str(HERE / f"{name}.jinja")),
         files=lambda: SimpleNamespace(tokenizer=folder),
     )
@@ -65,6 +65,7 @@ def test_two_calls_at_once_get_their_own_answers(folder):
 @pytest.mark.parametrize(
     ("spec", "name", "says"),
     [
+        ("functions.py:add", "chatml", "only agents open further rows"),
         ("functions.py:TOOLS", "qwen3_dropped", "template of .*qwen3_dropped.jinja writes a tool call as ''"),
         ("functions.py:Rounds", "qwen3_dropped", "its thinking changes when an answer of the user follows"),
         ("functions.py:TOOLS", "gemma", "gemma.jinja: the chat template does not take this conversation"),
@@ -74,7 +75,7 @@ def test_two_calls_at_once_get_their_own_answers(folder):
 )
 def test_bad_input_is_one_message_before_anything_starts(spec, name, says, folder):
     with pytest.raises(UserError, match=says):
-        of_run(folder, spec, ["rounds", "seed", "sample_seed"], name)
+        of_run(folder, spec, ["rounds", "seed", "sample_seed"], name, rows=2 if "rows" in says else 1)
 
 
 def test_an_environment_that_speaks_text_needs_no_template_of_turns(folder):
