@@ -48,15 +48,6 @@ def test_tokens_with_graphs_are_those_without(settings, monkeypatch):
     assert found == expected
 
 
-def test_256_rows_with_preemption_forced():
-    settings = {"max_sequences": 256, "block_size": 16, "num_blocks": 300}
-    found, engine = responses(300, eos_ids=(), **settings)
-    assert engine.num_preempted > 0 and all(len(row) == MAX_NEW for row in found)
-    expected, engine = responses(300, eos_ids=(), **settings | {"num_blocks": 0})
-    assert engine.num_preempted == 0
-    assert found == expected
-
-
 def test_weights_may_move_between_mini_batches():
     """As those of a frozen model that ZeRO 3 gathers for each: graphs of the weights before would read numbers that are
     gone."""

@@ -29,8 +29,3 @@ def test_a_command_means_the_same(name, tmp_path, capsys):
     path = tmp_path / "options.yaml"
     path.write_text(text, encoding="utf-8")
     assert main(["check", "--config", str(path)]) in (0, 1), "1: it needs more memory"
-
-
-def test_there_are_commands_of_every_program():
-    programs = [name.partition(":")[0] for name in COMMANDS]
-    assert len(programs) >= 30 and min(map(programs.count, ("trl", "verl", "openrlhf"))) >= 8

@@ -86,11 +86,6 @@ def test_packed_rows_equal_single_rows(case, lengths):
             torch.testing.assert_close(found, expected[name], atol=1e-11, rtol=1e-11, msg=name)
 
 
-def test_positions_restart():
-    context = Packed((3, 1, 2), num_tokens=8)
-    assert context.positions.tolist() == [0, 1, 2, 0, 0, 1, 0, 1] and context.lengths == [3, 1, 2, 2]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["mha, biases", "some windows", "qk norm"])
 def test_recomputation_gives_the_same_bits(case, dtype):

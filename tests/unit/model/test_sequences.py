@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithms import masks
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
@@ -119,13 +118,3 @@ def test_invariant_4_padding(extra):
             continue
         torch.testing.assert_close(wide[:, : narrow.shape[1]], narrow, **CLOSE)
         assert not wide[:, narrow.shape[1] :].any()
-
-
-def test_invariant_5_eos_inside_and_at_the_end():
-    """Masks and `ended` follow from -1 and from the last real token: an EOS id elsewhere is a token like others."""
-    responses_BG = pad([[EOS], [5, EOS], [EOS, 5], [EOS, EOS], [5, 6, 7, 8, 9, EOS], [5, 6, 7, 8, 9, 5]], MAX_RESPONSE)
-    mask_BG = masks.response_mask(responses_BG)
-    assert mask_BG.sum(1).tolist() == [1, 2, 2, 2, 6, 6]
-    assert masks.ended(responses_BG, (EOS,)).tolist() == [True, True, False, True, True, False]
-    batch = Sequences.join(pad([[EOS, EOS]] * 6), responses_BG)
-    assert batch.response_lengths_B.tolist() == [1, 2, 2, 2, 6, 6]

@@ -62,15 +62,6 @@ def test_every_page_gives_its_functions_what_they_ask_for(name, replay):
 
 
 @pytest.mark.parametrize("name", algorithm_names())
-def test_what_functions_count_has_a_place_in_the_log(name):
-    """Metrics with a standard deviation or a headline are of metrics that there are."""
-    algorithm = load_algorithm(name)
-    for metric in algorithm.metrics.values():
-        assert metric.std_of == "" or metric.std_of in algorithm.metrics
-        assert (metric.floor is None and metric.limits is None) or metric.advice
-
-
-@pytest.mark.parametrize("name", algorithm_names())
 def test_a_page_survives_its_options_and_its_state(name):
     algorithm = load_algorithm(name)
     config = configs.Config(preset="none", algorithm=algorithm)

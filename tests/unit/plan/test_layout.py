@@ -1,6 +1,5 @@
 """Clusters and layouts: the grid, who owns which columns, ranks in words."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,14 +28,6 @@ def test_columns_are_a_fair_partition(dp, model, mini_batch):
     assert [column for shard in shards for column in shard] == list(range(mini_batch))
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
     assert all(owned[index] == shards[index // model] for index in range(dp * model))
-
-
-def test_one_grid():
-    layout = Layout(range(4, 16), dp=3, pp=2, tp=2)
-    assert layout.grid.shape == (3, 2, 2) and (layout.grid == np.arange(4, 16).reshape(3, 2, 2)).all()
-    assert [layout.dp_index(rank) for rank in layout.ranks] == [0] * 4 + [1] * 4 + [2] * 4
-    assert str(layout) == "dp3 pp2 tp2" and str(Layout((0,), dp=1, zero=2)) == "dp1 pp1 tp1 zero2"
-    assert layout.group == "ranks 4-15"
 
 
 def test_gradients_are_summed_on_nodes_first():

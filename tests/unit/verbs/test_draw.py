@@ -26,13 +26,6 @@ def draw(*arguments: str) -> int:
     return main(["draw", *arguments, *SMALL])
 
 
-def refusal(capsys, *arguments: str) -> str:
-    assert draw(*arguments) == 2
-    found = capsys.readouterr()
-    assert found.out == "" and found.err.count("\n") == 1 and found.err.startswith("rlhf_spmd: error: ")
-    return found.err
-
-
 # ---- what is drawn ---------------------------------------------------------------------------------------------------
 
 
@@ -59,12 +52,3 @@ def test_strategies_get_the_options_that_they_have():
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_overwritten_unless_told(capsys, tmp_path):
-    out = tmp_path / "a.png"
-    out.write_text("old", encoding="utf-8")
-    words = ("flattening", "--layout", "1x2", "--only", "map", "--out", str(out))
-    assert "a.png exists already; pass --overwrite" in refusal(capsys, *words)
-    assert out.read_text(encoding="utf-8") == "old"
-    assert draw(*words, "--overwrite") == 0 and out.read_bytes().startswith(b"\x89PNG")
