@@ -54,46 +54,6 @@ def test_an_environment_of_trl():
     assert begun(guess)[0].object.answer == begun(guess)[0].object.answer  # by the seed
 
 
-def test_an_environment_of_skyrl():
-    turns = only("of_skyrl.py:TurnsEnv")
-    assert (turns.speaks, (*turns.tools,)) == ("chat", ())
-    episode, opening = begun(turns, reward_spec={"ground_truth": "4"})
-    assert opening == Opening(messages=[{"role": "system", "content": "Count."}, *ASK])
-    first, second = asyncio.run(episode.step("3")), asyncio.run(episode.step("4"))
-    assert first == Step([{"role": "user", "content": "No. 2 left."}], 0.1)
-    assert second == Step([], 1.0, is_done=True)
-    asyncio.run(episode.close())
-
-
-def test_an_agent_of_openrlhf():
-    agent = only("of_openrlhf.py:AgentInstance")
-    assert agent.speaks == "text"
-    episode, opening = begun(agent, label="4")
-    assert opening == Opening()
-    first = asyncio.run(episode.step("a 4"))
-    assert first == Step("\n\nHuman: 3\n\nAssistant: ", 1.0)
-    second = asyncio.run(episode.step("b"))
-    assert second.is_done and second.reward == 0.0
-    with pytest.raises(UserError, match="calls the model itself, as .*executors of OpenRLHF do: .*AgentInstance"):
-        only("of_openrlhf.py:AgentExecutor")
-
-
-def test_a_tool_of_verl_from_its_file_of_tools():
-    tools = only("of_verl.yaml")
-    assert (tools.speaks, (*tools.tools,)) == ("tools", ("check_answer",))
-    assert tools.schemas(tool_schema)[0]["function"]["parameters"]["required"] == ["answer"]
-    episode, opening = begun(tools, tools_kwargs={"check_answer": {"create_kwargs": {"ground_truth": "4"}}})
-    assert opening == Opening()
-    wrong, right = (asyncio.run(episode.call("check_answer", {"answer": one})) for one in "34")
-    assert wrong == Step("Current parsed answer='3' reward=0.0", -0.05)
-    assert right.reward == 0.0 and asyncio.run(episode.reward()) == 1.0
-    assert asyncio.run(episode.call("check_answer", {})).observation == "error: ValueError: no answer"
-    asyncio.run(episode.close())
-    assert episode.objects["check_answer"]._instance_dict == {}
-    with pytest.raises(UserError, match="CheckTool does not describe itself .* name a file of tools"):
-        only("of_verl.py:CheckTool")
-
-
 def test_a_class_with_steps_gets_columns_and_seeds_by_their_names():
     rounds = only("functions.py:Rounds", ["rounds"])
     episode, opening = begun(rounds, rounds=2, other=3)
@@ -117,6 +77,8 @@ REFUSED = {
     "async def x(args, sample, sampling_params): ...\n": "x calls the model itself",
     "def x(a: int):\n    '''Does.'''\nx.once = True\n": "tool x says once=True, but a resumed run.*episode_id",
     "import no_such_module\n": "ModuleNotFoundError.*install no_such_module",
+    "of_openrlhf.py:AgentExecutor": "calls the model itself, as .*executors of OpenRLHF do: .*AgentInstance",
+    "of_verl.py:CheckTool": "CheckTool does not describe itself .* name a file of tools",
 }
 
 

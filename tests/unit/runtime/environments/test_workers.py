@@ -98,16 +98,6 @@ def test_an_async_tool_that_blocks_its_worker(pools, tmp_path, monkeypatch):
     assert late == {"timed_out": True} and "timed out" in lost["lost"]
 
 
-def test_a_worker_that_ends_loses_its_questions_and_is_replaced(pools):
-    pool = pools("functions.py:Rounds")
-    answered(pool, begin(pool, 0, rounds=3), begin(pool, 1, rounds=3))
-    assert answered(pool, ask(pool, 0, "step", text="exit")) == [{"lost": "exited with status 3"}]
-    assert answered(pool, ask(pool, 1, "step", text="a")) == [{"gone": True}]
-    assert answered(pool, begin(pool, 1, rounds=3))[0]["opening"]["add"] == ""
-    (raised,) = answered(pool, ask(pool, 1, "step", text="break"))
-    assert raised["broken"].endswith("RuntimeError: broken") and "functions.py" in raised["broken"]
-
-
 def test_a_question_that_is_alone_waits_and_is_waited_for(pools):
     pool = pools("functions.py:TOOLS")
     nap, alone = call(pool, 0, "nap", seconds=0.2), call(pool, 1, "nap", is_alone=True, seconds=0.2)

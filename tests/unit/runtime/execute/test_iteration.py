@@ -5,41 +5,9 @@ import pytest
 import torch
 
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.plan.program.instructions import Program, Run, Wait
 from rlhf_spmd.runtime.execute import iteration
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
-from tests.programs import make_workload, place_calls
-
-HOLE = {"actor_generate": (0,), "reference_infer": (1, 2, 3), "reward_infer": (2,)}
-
-
-def columns(ranges) -> list[int]:
-    return [column for one in ranges for column in one]
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        place_calls(make_workload(mini_batch=7, num_mini_batches=2), "1x4", **HOLE),
-        place_calls(make_workload(mini_batch=7, num_mini_batches=2), "1x4", actor_train=(0, 1), critic_train=(2, 3)),
-    ],
-    ids=["with a hole", "apart"],
-)
-def test_a_rank_holds_what_it_reads_and_makes(program: Program):
-    for rank in program.cluster.ranks:
-        held = {key: columns(ranges) for key, ranges in program.held(rank).items()}
-        for found in held.values():
-            assert found == sorted(set(found))
-        touched: dict[str, set[int]] = {}
-        for step in program.instructions[rank]:
-            if isinstance(step, Run):
-                for key in program.reads(step, rank) + program.makes(step, rank):
-                    touched.setdefault(key, set()).update(program.columns_of(step, rank))
-            elif isinstance(step, Wait):
-                for message in program.transfers[step.transfer].received_by(rank):
-                    for key in message.keys:
-                        touched.setdefault(key, set()).update(message.columns)
-        assert {key: sorted(found) for key, found in touched.items()} == held
+from tests.programs import make_workload
 
 
 @pytest.mark.parametrize("at_once", [1, 24, 10**6])

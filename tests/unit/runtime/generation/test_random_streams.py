@@ -5,7 +5,6 @@ import pytest
 
 from rlhf_spmd.kernels.cdf_tree import level_numbers
 from rlhf_spmd.kernels.philox import STREAM_BITS, random_bits
-from rlhf_spmd.pages.algorithm import load_algorithm
 from rlhf_spmd.plan.workflow import Role, trace
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.run.samples import sample_responses
@@ -37,12 +36,6 @@ def test_streams_are_apart():
 
 
 def test_generate_calls_have_their_place_as_stream():
-    for replay in (False, True):
-        ppo = load_algorithm("ppo")
-        workflow = ppo.workflow(ppo.options(), replay=replay)
-        assert [call.name for call in workflow.generate_calls] == ["actor_generate"]
-        assert random_streams.of_call(workflow, workflow.generate_calls[0]) == 0
-
     def twice(model, compute, prompts) -> None:
         for name, other in (("actor", ""), ("other", "other")):
             responses, _ = model(name).generate(prompts, name=other)

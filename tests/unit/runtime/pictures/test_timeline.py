@@ -4,7 +4,7 @@ from matplotlib.text import Annotation
 
 from rlhf_spmd.runtime.pictures import picture
 from rlhf_spmd.runtime.pictures.palette import styles_of
-from rlhf_spmd.runtime.pictures.timeline import LANE_INCH, LEFT, RIGHT, Panel, add_stack, write_png
+from rlhf_spmd.runtime.pictures.timeline import Panel, add_stack, write_png
 from tests.programs import make_workload
 from tests.unit.runtime.world.test_trace import record, two_ranks
 
@@ -61,26 +61,3 @@ def test_a_busy_share_stands_at_the_end_of_its_own_lane():
     add_stack(drawn, panels, styles=styles_of(WORKFLOW))
     long, short = (text.xy for text in drawn.draw().findobj(Annotation))
     assert (long[0] - short[0], long[1], short[1]) == (3, 0, 0)
-
-
-def test_idle_waiting_training_and_other_work_look_different(tmp_path):
-    from matplotlib import image
-
-    path = tmp_path / "t.png"
-    spans = [("actor_generate", "compute", 0, 1, 0), ("x", "wait", 2, 3, 0), ("actor_train", "compute", 3, 4, 0)]
-    write_png(path, [record(0, *spans)], title="t", workflow=WORKFLOW)
-    row = image.imread(path)[:, :, :3]
-    above = round((0.62 + 0.24 + LANE_INCH[1] * 0.2) * picture.DPI)  # the words
-    left, right = round(LEFT * picture.DPI), round((picture.WIDTH - RIGHT) * picture.DPI)
-
-    def pixels(number):  # of second `number`
-        quarter = (right - left) // 4
-        return row[above, left + number * quarter + 10 : left + (number + 1) * quarter - 10]
-
-    def colours(number):
-        return {tuple(map(float, one)) for one in pixels(number).round(2)}
-
-    (generate,), (idle,), waiting, (train,) = map(colours, range(4))
-    assert len({generate, idle, train}) == 3 and len(waiting) > 3  # hatched
-    assert (1.0, 1.0, 1.0) in waiting and not waiting & {generate, idle, train}
-    assert sum(train) < sum(generate) < sum(idle)

@@ -2,15 +2,14 @@
 
 import json
 from dataclasses import asdict, replace
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from rlhf_spmd.config.options import Products
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels import cpu
-from rlhf_spmd.kernels.products import LIBRARIES, LINEAR, Choice, OneDNN, earns_packing, in_use, use
+from rlhf_spmd.kernels.products import LINEAR, Choice, OneDNN, earns_packing, in_use, use
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.profile import products
 from rlhf_spmd.runtime.profile.products import choice_of, choose, limit_packing, measure, of_this_machine
@@ -57,10 +56,6 @@ class TwoRanks(OneRank):
 def stored(**changed) -> products.Recorded:
     """Returns HERE as a run folder has it."""
     return json.loads(json.dumps(asdict(replace(HERE, **changed)))), "program.json"
-
-
-def test_the_option_names_all_libraries():
-    assert get_args(Products) == ("auto", *LIBRARIES)
 
 
 @pytest.mark.parametrize(("times", "native_s", "backward"), [(2, 0.5, "native"), (4, 1.5, "linear")])

@@ -13,11 +13,11 @@ from rlhf_spmd.config import presets
 from rlhf_spmd.config.options import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.evaluation import precompute_program
-from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.data.precomputed import has_all_parts
 from rlhf_spmd.runtime.run.precompute import precompute
 from rlhf_spmd.runtime.run.prepare import prepare
 from tests.folders import given_rows, write_model
+from tests.programs import errors
 from tests.runs import OneRank, RunOf, compiled
 
 KEYS = ("ref_chosen_logprobs", "ref_rejected_logprobs")
@@ -47,7 +47,7 @@ def config_of(folder: Path, *words: str, dtype: str = "") -> Config:
 def write(config: Config, run: Path) -> Path:
     """Computes the logprobs into the folder of a run -> their files."""
     program = precompute_program(compiled(config), num_rows=config.rollout_batch)
-    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    assert errors(program) == []
     assert program.workload.workflow.models == ("reference",)
     precompute(prepare(config, program, OneRank()).job, str(run))
     (parts,) = (run / "logprobs").iterdir()

@@ -42,25 +42,3 @@ def test_two_caches_at_one_time_have_two_memories():
     memory.release()
     del first
     assert memory.idle_bytes == 1000, "a buffer in use is not dropped"
-
-
-def test_the_largest_model_sets_the_size():
-    memory = Scratch(CPU, lasts=True)
-    for num_bytes in (10, 30, 20):
-        assert len(memory.take(num_bytes, is_cache=False)) == num_bytes
-    assert memory.idle_bytes == 30
-
-
-def test_a_larger_cache_has_its_own_and_the_buffer_is_freed_for_the_next():
-    memory = Scratch(CPU, lasts=True)
-    memory.take(100, is_cache=False)
-    cache = memory.take(101, is_cache=True)
-    assert memory.idle_bytes == 100 and len(cache) == 101
-    del cache
-    memory.take(100, is_cache=False)
-    memory.release()
-    assert memory.idle_bytes == 0
-    memory.take(100, is_cache=False)
-    memory.take(50, is_cache=True)
-    memory.release()  # what was wanted before does not count
-    assert memory.idle_bytes == 100
