@@ -14,13 +14,15 @@ def served(reply: Callable[[str, dict], dict], *statuses: int) -> Iterator[tuple
     statuses: of the first answers; of the others 200.
     """
     bodies: list[dict] = []
+    left = [*statuses]
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response([*statuses, *[200] * len(bodies)][len(bodies) - 1])
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            bodies.append(body)
+            self.send_response(left.pop(0) if left else 200)
             self.end_headers()
-            self.wfile.write(json.dumps(reply(self.path, bodies[-1])).encode())
+            self.wfile.write(json.dumps(reply(self.path, body)).encode())
 
         def log_message(self, *args: object) -> None:
             pass
