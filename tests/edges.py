@@ -1,9 +1,17 @@
-"""When two runs draw different tokens: the distance of the random number from the edge of the token's interval."""
+"""When two runs draw different tokens: the distance of the random number from the edge of the token's interval.
+
+A replay on one rank, which is deterministic, with a teacher-forced pass after each generation.
+"""
 
 import torch
 from torch import Tensor
 
+from rlhf_spmd.config.options import Config
 from rlhf_spmd.kernels.cdf_tree import FANOUT, LEVELS_INSIDE, level_uniforms, levels_over
+from rlhf_spmd.model.sequences import Sequences, forward
+from rlhf_spmd.runtime.execute.iteration import Iteration
+from rlhf_spmd.runtime.generation import random_streams
+from tests.runs import RunOf
 
 
 @torch.no_grad()
@@ -35,3 +43,42 @@ def edge_distances(logits_BV: Tensor, bits_B: Tensor, tokens_B: Tensor, temperat
         up_B = torch.where(above_B < 1 - 1e-15, above_B - number_B, torch.inf)
         nearest_B = torch.minimum(nearest_B, torch.minimum(down_B, up_B))
     return nearest_B
+
+
+class Replay(RunOf):
+    """A run on one rank; distances: per iteration, (prompt, sample) -> distance of each token's numbers."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.distances: list[dict[tuple[int, int], list[float]]] = []
+        run = self.executor.run
+
+        def noted(step, data):
+            run(step, data)
+            if step.call == self.program.workload.workflow.generate_calls[0].name:  # others may be greedy
+                self.distances.append(self._distances(data, step.call))
+
+        self.executor.run = noted
+
+    def _distances(self, data: Iteration, call: str) -> dict[tuple[int, int], list[float]]:
+        sampling, model = self.job.sampling, self.job.models.engines["actor"].model
+        prompts_BP, responses_BG = (data.store[key].flatten(0, 1) for key in ("prompts", "responses"))
+        batch = Sequences.join(prompts_BP, responses_BG)
+        eos_ids, least = sampling["eos_ids"], sampling["min_new_tokens"]
+        with torch.no_grad():
+            logits_NV = model.logits(forward(model, batch)[batch.before_R])
+        early_N = batch.slots_R % responses_BG.shape[1] < least
+        for token in eos_ids:
+            logits_NV[early_N, token] = -torch.inf
+        real_BG = responses_BG >= 0
+        if "kept_tokens" in data.store:
+            support_NK = data.store["kept_tokens"].flatten(0, 1)[real_BG].long()
+            support_NK = torch.where(support_NK >= 0, support_NK, support_NK[:, :1])  # the first is always there
+            open_NV = torch.full_like(logits_NV, -torch.inf)
+            logits_NV = open_NV.scatter_(1, support_NK, logits_NV.gather(1, support_NK))
+        workflow = self.program.workload.workflow
+        bits_N = data.random_bits(random_streams.of_call(workflow, workflow.call(call))).flatten(0, 1)[real_BG]
+        distances_N = edge_distances(logits_NV, bits_N, responses_BG[real_BG], sampling["temperature"])
+        parts = distances_N.split(real_BG.sum(1).tolist())
+        names = zip(data.prompt_MC.flatten().tolist(), data.sample_MC.flatten().tolist(), strict=True)
+        return {name: part.tolist() for name, part in zip(names, parts, strict=True)}

@@ -2,10 +2,9 @@
 
 import pytest
 
-from bench.forecast.scan import phase_s
 from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
 from rlhf_spmd.plan.cost.simulate import Times, simulate
-from rlhf_spmd.strategies import interleaving2, separation
+from rlhf_spmd.strategies import interleaving2
 from tests.unit.plan.cost.test_simulate import program_of, seconds
 
 
@@ -17,9 +16,3 @@ def test_a_rank_that_waits_for_its_group_is_not_busy():
     assert call_s(found)["actor_generate"] == pytest.approx(11)
     # rank 1 waits 3 s for the responses, and one of both 2 s for the other's inference
     assert bubble(found) == pytest.approx((3 + 2) / (2 * found.makespan_s))
-
-
-def test_phases_overlap_under_separation():
-    program = program_of(separation.place, 2)
-    found = simulate(program, Times(seconds(program)))
-    assert sum(phase_s(found).values()) > found.makespan_s
