@@ -47,7 +47,15 @@ def numeric_answer(prompts: list[str], responses: list[str], answer: list[Any]) 
 def _matches(responses: list[str], answer: list[Any], is_right: Callable[[str, str], bool]) -> list[float | None]:
     """Returns 1 or 0 for each response by its answer; None where that is null."""
     pairs = zip(responses, answer, strict=True)
-    return [None if right is None else float(is_right(response, str(right))) for response, right in pairs]
+    return [None if right is None else float(is_right(response, _text_of(right))) for response, right in pairs]
+
+
+def _text_of(answer: Any) -> str:
+    """Returns an answer as text; 18.0, as tables hold 18 in a column with gaps, as 18. Raises UserError for lists and
+    objects, which no response would match."""
+    if not isinstance(answer, str | int | float):
+        raise UserError(f"the answer {answer!r:.60} is neither a text nor a number: write one answer into each row")
+    return str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer)
 
 
 def last_number(text: str) -> Decimal | None:

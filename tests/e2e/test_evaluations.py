@@ -63,6 +63,15 @@ def test_the_verb_gives_the_numbers_of_training(one_rank, options, warm, tmp_pat
     assert status == 2 and "exists already" in stderr
 
 
+def test_prompts_that_are_cut_are_told(options, warm, tmp_path):
+    """No prompt of an evaluation is dropped, whatever data.long_prompts is: they are cut, without a word once."""
+    cut = ["data.max_prompt=2", "data.long_prompts=drop", "iterations=1", "rollout_batch=4"]
+    for verb, more in (("evaluate", []), ("train", ["--runs", tmp_path])):
+        status, stdout, stderr = warm.run([verb, *options, *cut, *more], 1)
+        assert status == 0, stderr
+        assert "held_out.jsonl: 4 cut at data.max_prompt" in " ".join(stdout.split()), verb
+
+
 def parts_of(run) -> dict:
     return {path.relative_to(run): path.read_bytes() for path in (run / "rollouts").rglob("part-*.parquet")}
 

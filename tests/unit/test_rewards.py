@@ -3,6 +3,7 @@
 import pytest
 
 from rlhf_spmd import rewards
+from rlhf_spmd.errors import UserError
 
 
 def of(function, pairs: list[tuple[str, object]]) -> list[float]:
@@ -21,6 +22,14 @@ def test_a_row_without_an_answer_has_no_score(name):
         pytest.importorskip("math_verify")
     pairs = [("None", None), (r"\boxed{None}", None), (r"\boxed{5}", "6")]
     assert of(getattr(rewards, name), pairs) == [None, None, 0.0]
+
+
+def test_answers_that_are_no_text():
+    """A column of whole numbers with gaps holds floats in Parquet, and a list matched nothing, or its last number."""
+    assert of(rewards.exact_answer, [("18", 18.0), ("0.5", 0.5), ("18", 18.5)]) == [1.0, 1.0, 0.0]
+    for function in (rewards.exact_answer, rewards.numeric_answer):
+        with pytest.raises(UserError, match=r"the answer \['18', '20'\] is neither a text nor a number"):
+            of(function, [("18", ["18", "20"])])
 
 
 def test_numeric_answers():

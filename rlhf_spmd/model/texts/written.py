@@ -75,6 +75,16 @@ def marked(messages: Sequence[Message], constants: Sequence[str]) -> tuple[list[
     return copies, marks
 
 
+def changed(messages: Sequence[Message], text: str, learned: int) -> Iterator[int]:
+    """Yields the places of messages whose content is not in the text that a template wrote, whatever it makes of white
+    space: shortened, in capitals, with escapes. Earlier turns of the assistant and answers of tools may change."""
+    written = "".join(text.split())
+    for place, message in enumerate(messages):
+        free = place < learned if message["role"] == ASSISTANT else message["role"] == "tool"
+        if not free and "".join(message.get("content", "").split()) not in written:
+            yield place
+
+
 def _says(message: Message, name: str) -> bool:
     """Returns whether a key says something: 0 does."""
     return bool(message[name]) or message[name] == 0

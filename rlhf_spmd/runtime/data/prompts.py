@@ -44,6 +44,12 @@ if TYPE_CHECKING:
 
     from rlhf_spmd.model.texts.tokenizer import Tokenizer
 
+LOST = {  # rows of the file, by the name of their count
+    "truncated": "cut at data.max_prompt",
+    "cut": "with responses cut at generation.max_new_tokens",
+    "dropped": "too long and dropped",
+    "silent": "without an answer of the assistant to learn and dropped",
+}
 NumberColumn = tuple[str, float | None]  # a column with numbers, and that of rows without one (None: an error)
 
 
@@ -77,6 +83,11 @@ class PromptSet:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @property
+    def lost(self) -> list[str]:
+        """Says how many rows of the files were cut or dropped, and why, and what else is odd about them."""
+        return [*(f"{num} {LOST[kind]}" for kind, num in self.counts.items() if num), *self.remarks]
 
     def padded(self, key: str, index_B: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Returns the data that some rows have of a key, [B, *shape]: tokens, padded with -1, or numbers, padded with

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.texts.written import changed
 from rlhf_spmd.runtime.data.messages import (
     ASSISTANT,
     Message,
@@ -50,6 +51,7 @@ Render = Callable[..., str]
 # UserError for what would be lost
 Check = Callable[..., None]
 OTHER_TEXT = "whose {key!r} is not in their conversations, which are read instead"
+CHANGED = "of which the chat template shortens or changes what a message of the role {role} says"
 NOT_RENDERED = "of text, which no chat template renders, so that nothing reads {names}"
 
 
@@ -112,7 +114,7 @@ class _Row:
 
     def __init__(self, where: str, record: Record, reading: Reading):
         self.where, self.record, self.reading = where, record, reading
-        self.is_rendered = False
+        self.is_rendered, self.remark = False, ""
 
     def error(self, text: str) -> UserError:
         """Returns an error about this row."""
@@ -153,6 +155,18 @@ class _Row:
         if self.reading.check is not None:
             self.is_rendered = True
             self.reading.check(self.where, messages, learned, **self.arguments)
+
+    def check_unchanged(self, messages: list[Message], learned: int, text: str) -> None:
+        """Checks that the text of a conversation has what its messages say, as they say it. learned: see
+        check_written."""
+        for place in changed(messages, text, learned) if self.reading.check is not None else ():
+            role = messages[place]["role"]
+            if role == ASSISTANT:
+                raise self.error(
+                    f"the chat template shortens or changes what message {place + 1} ({role}) says, so a model would "
+                    "learn other words; give data.chat_template=FILE with one that does not, or change the message"
+                )
+            self.remark = CHANGED.format(role=role)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Returns the tokens of a text, at least one."""
@@ -222,7 +236,8 @@ def _prompt_alone(row: _Row) -> RowTokens:
     messages = row.with_system(_asked(row, messages[:-1] if messages[-1]["role"] == ASSISTANT else messages))
     row.check_written(messages, len(messages))
     text = row.render(messages)
-    return RowTokens("", text, False, row.encode(text, special=False))
+    row.check_unchanged(messages, len(messages), text)
+    return RowTokens("", text, False, row.encode(text, special=False), remark=row.remark)
 
 
 def _asked(row: _Row, messages: list[Message]) -> list[Message]:
@@ -300,10 +315,10 @@ def _of_messages(row: _Row, *, has_prompt: bool) -> RowTokens | None:
         answers[key] = messages[: places[-1] + 1]
     texts = [message.get("content", "").strip() for message in before]
     differs = isinstance(plain, str) and plain.strip() and not any(_overlap(text, plain) for text in texts)
-    remark = OTHER_TEXT.format(key=reading.key) if differs else ""
     made = {key: _answered(row, row.with_system(before), messages) for key, messages in answers.items()}
     (text, tokens, _, marks), *_ = made.values()
     responses = {key: response for key, (_, _, response, _) in made.items()}
+    remark = OTHER_TEXT.format(key=reading.key) if differs else row.remark
     return RowTokens("conversations", text, False, tokens, responses, marks, remark)
 
 
@@ -322,7 +337,7 @@ def _of_conversation(row: _Row, column: str) -> RowTokens | None:
     before = _asked(row, messages[: places[0]])
     text, tokens, response, marks = _answered(row, before, messages[places[0] : places[-1] + 1])
     responses = dict.fromkeys(reading.columns, response)
-    return RowTokens(f"the column {CONVERSATION!r}", text, False, tokens, responses, marks)
+    return RowTokens(f"the column {CONVERSATION!r}", text, False, tokens, responses, marks, row.remark)
 
 
 def _of_text(row: _Row) -> RowTokens:
@@ -364,6 +379,7 @@ def _answered(row: _Row, before: list[Message], after: list[Message]) -> tuple[s
             marks += [0] * (len(turn) - len(kept))
             tokens += turn[len(kept) :]
         text = closed
+    row.check_unchanged([*before, *after[: places[-1] + 1]], len(before), text)
     ended = row.ended(tokens)
     return start, prompt, ended[len(prompt) :], marks + [1] * (len(ended) - len(tokens))
 

@@ -18,7 +18,7 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.texts.tokenizer import Tokenizer
 from rlhf_spmd.pages.option_values import parse_value
-from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
+from rlhf_spmd.runtime.data.prompts import LOST, PromptSet, load_prompts
 from rlhf_spmd.runtime.data.readers import read_records
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Sampling
@@ -113,8 +113,6 @@ def read_offline_prompts(
         return load_rendered(path, tokenizer, template, data.chat_template_kwargs, stop=options.generation.stop, **how)
 
     loaded = load() if world is None else once_per_node(world, load)
-    for remark in loaded.remarks if world is None or world.rank == 0 else ():
-        print(f"rlhf_spmd: note: {path}: {remark}", file=sys.stderr)
     samplings, prompts = _samplings(path, key, options.generation, loaded), []
     for index, (text, tokens, sampling) in enumerate(zip(loaded.texts, loaded.prompts, samplings, strict=True)):
         if data.long_prompts == "drop" and len(tokens) > room:
@@ -138,4 +136,7 @@ def read_offline_prompts(
         raise UserError(
             f"{path}: data.long_prompts=drop leaves no prompt of at most {room} tokens; raise data.max_prompt"
         )
+    dropped = [f"{num} {LOST['dropped']}"] if (num := len(loaded) - len(prompts)) else []
+    for text in (*loaded.lost, *dropped) if world is None or world.rank == 0 else ():
+        print(f"rlhf_spmd: note: {path}: {text}", file=sys.stderr)
     return prompts

@@ -266,8 +266,10 @@ def evaluate_once(config: Config, program: Program, world: World, num_done: int,
     """
     prepared = prepare(replace(evaluated(config), mini_batch_tokens=0), program, world)
     job = prepared.job
-    for note in prepared.notes if world.rank == 0 else ():
-        print(f"warning: {note}", flush=True)
+    notes = [f"warning: {note}" for note in prepared.notes]
+    notes += [f"note: {config.eval.prompts}: {text}" for text in job.prompts.lost]
+    for note in notes if world.rank == 0 else ():
+        print(note, flush=True)
     evaluation = Evaluation(replace(job, stream=random_streams.EVALUATION))
     metrics, data = evaluation.run(num_done)
     if out is not None:

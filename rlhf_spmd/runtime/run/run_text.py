@@ -9,7 +9,6 @@ from rlhf_spmd.plan.program.tensors import numbers_in, trained_weights_of
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.checkpoint.resume import Resumed
-from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.execute.job import Job
 from rlhf_spmd.runtime.records.console import Result
 from rlhf_spmd.runtime.records.run_files import headlines_of
@@ -18,13 +17,6 @@ from rlhf_spmd.runtime.rewards.response_scores import reads_text
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.prepare import Prepared
 from rlhf_spmd.runtime.world.devices import describe_device
-
-LOST = {  # rows of the file, by the name of their count
-    "truncated": "cut at data.max_prompt",
-    "cut": "with responses cut at generation.max_new_tokens",
-    "dropped": "too long and dropped",
-    "silent": "without an answer of the assistant to learn and dropped",
-}
 
 
 def facts(prepared: Prepared, folder: RunFolder) -> dict[str, str]:
@@ -46,7 +38,8 @@ def facts(prepared: Prepared, folder: RunFolder) -> dict[str, str]:
     )
     texts["products"] = f"by {products['library']}, in {config.dtype}" if products else ""
     rows = "rows" if config.algorithm.responses else "prompts"
-    texts |= {rows: f"{len(prompts)} from {config.data.prompts}{_lost(prompts)}", "iteration": _iteration(job)}
+    texts |= {rows: ", ".join([f"{len(prompts)} from {config.data.prompts}", *prompts.lost])}
+    texts |= {"iteration": _iteration(job)}
     texts |= {"streaming": "; ".join(vain_streaming(job.program)), "run folder": str(folder.shown)}
     return {name: text for name, text in texts.items() if text}
 
@@ -93,18 +86,11 @@ def _iteration(job: Job) -> str:
     return f"{sizes}, {steps}; {length}"
 
 
-def _lost(prompts: PromptSet) -> str:
-    """Says how many rows of the file were cut or dropped, and why."""
-    lost = [f"{num} {LOST[kind]}" for kind, num in prompts.counts.items() if num]
-    return "".join(f", {text}" for text in (*lost, *prompts.remarks))
-
-
 def notes(prepared: Prepared, resumed: Resumed | None) -> list[str]:
     """Returns the notes of the start, below the heading."""
     evaluation = prepared.evaluation
-    remarks = evaluation.prompts.remarks if evaluation else ()
-    path = prepared.job.config.eval.prompts
-    notes = [*(resumed.notes if resumed else ()), *(f"{path}: {remark}" for remark in remarks)]
+    lost, path = evaluation.prompts.lost if evaluation else (), prepared.job.config.eval.prompts
+    notes = [*(resumed.notes if resumed else ()), *(f"{path}: {text}" for text in lost)]
     if prepared.job.models.are_random:
         notes.append("the models have random weights: this run measures speed and memory, and keeps no weights")
     return notes

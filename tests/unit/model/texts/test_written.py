@@ -111,6 +111,38 @@ def test_what_is_said_comes_out_or_is_told(name, road, folder, tmp_path):
             assert '{"place": "Xfcall"}' in text  # as JSON
 
 
+CHANGED = {  # what a template makes of a text -> a text that it changes; empty: white space alone
+    "m.content[:30]": "Xone " * 20,
+    "m.content[-30:]": "Xone " * 20,
+    "m.content | truncate(20)": "Xone " * 20,
+    "m.content | upper": "Xone",
+    "m.content | e": "if a < b",
+    "m.content | striptags": "if a < b and c > d",
+    "m.content.rstrip('.')": "Xone.",
+    "m.content | trim": "",
+    "m.content.split() | join(' ')": "",
+}
+
+
+@pytest.mark.parametrize("made", CHANGED)
+def test_a_template_that_changes_what_is_learned_is_refused(made, folder, tmp_path):
+    """Marks of nine digits outlive what shortens long texts and changes letters, so the row's own text is compared."""
+    template, own = tmp_path / "own.jinja", CHANGED[made]
+    template.write_text(OWN["plain"].replace("m.content", made), encoding="utf-8")
+    short = told("user") | {"content": "9"}
+    for place, name in enumerate(("system", "user", "assistant")):
+        messages = [told("system") | {"content": "7"}, short, told("assistant") | {"content": "8"}]
+        messages[place]["content"] = own or "\n  Xone\n\n Xtwo "
+        for road in ROADS[:4] if name == "assistant" else ("sft", "prompt and completion", "rl"):
+            where = folder, tmp_path / "row.jsonl", road, messages, str(template), "<|im_end|>"
+            if own and name == "assistant":
+                with pytest.raises(UserError, match=r"line 1: the chat template shortens or changes what message 3"):
+                    read(*where)
+                continue
+            changed = any("shortens or changes what a message" in note and name in note for note in read(*where)[1])
+            assert changed == bool(own), (made, name, road)
+
+
 def test_a_key_that_is_false_and_a_second_reading_of_what_was_refused_are_told(folder, tmp_path):
     template = tmp_path / "own.jinja"
     template.write_text(OWN["three roles"], encoding="utf-8")

@@ -52,3 +52,13 @@ def test_a_prompts_own_sampling(tmp_path, tokenizer):
     assert first.sampling == third.sampling == Sampling(8, temperature=0.5)
     assert second.sampling == Sampling(3, 1, 0.0, 4, 0.5, 0.1, (" bi,",))
     assert sampling_of(options.OfflineGeneration(), {"stop": "a,b"}).stop == ("a,b",)
+
+
+@pytest.mark.parametrize(
+    ("action", "told"), [("drop", "1 too long and dropped"), ("truncate", "1 cut at data.max_prompt")]
+)
+def test_prompts_that_are_cut_or_dropped_are_told(action, told, tmp_path, tokenizer, capsys):
+    lines = [{"prompt": "ba"}, {"prompt": "be bi bo"}]
+    words = ["data.max_prompt=2", f"data.long_prompts={action}"]
+    assert len(prompts_of(tmp_path, lines, tokenizer, *words)) == (1 if action == "drop" else 2)
+    assert capsys.readouterr().err.rstrip().endswith(f"jsonl: {told}")
