@@ -17,6 +17,8 @@ MOST_COUNTED_EPOCHS = 1000  # whose steps are cut by a budget of tokens: seconds
 OF_THE_PACKAGE = ("rlhf_spmd.rewards:", "rlhf_spmd.embedded.table_tools:")
 ADAPTERS = ("lora.alpha", "lora.targets", "lora.rslora", "lora.dropout")
 TRACKER = ("logging.entity", "logging.group", "logging.tags")
+# of generated responses, which would repeat the rows of given ones, or change their logprobs
+OF_SAMPLING = ("samples_per_prompt", "generation.temperature", "generation.min_new_tokens")
 # options of an evaluation that concern generated responses
 GENERATED = ("samples_per_prompt", "temperature", "max_new_tokens", "reward_function", "right_at")
 # Options that may not be together, whether they break that rule (by its truth), and what to do. The message names the
@@ -61,6 +63,7 @@ def _without_effect(config: Config) -> Iterator[Rule]:
         (("episode.", "forecast_episodes", environment), config.environment, "environment=FILE.py:NAME"),
         (("eval.", "checkpoint.best"), evaluates, "eval.prompts=FILE"),
         (tuple(f"eval.{name}" for name in GENERATED), generates or not evaluates, "an algorithm that generates"),
+        (OF_SAMPLING, generates, "an algorithm that generates"),
         (("eval.patience",), config.checkpoint.best or not evaluates, "checkpoint.best=METRIC"),
         (TRACKER[:1], config.wandb, "wandb=PROJECT"),
         (

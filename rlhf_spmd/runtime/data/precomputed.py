@@ -89,8 +89,7 @@ def with_logprobs(config: Config, prompts: PromptSet, known: KnownTokens) -> Pro
         if len(values) != int(ends[-1]):
             raise UserError(
                 f"{run} has no logprobs of all rows of {config.data.prompts} by this {call.model}, with these limits "
-                "of tokens, dtype, generation.temperature and generation.min_new_tokens: compute them with "
-                "data.precompute=true"
+                "of tokens and dtype: compute them with data.precompute=true"
             )
         numbers[key] = NumberRows(values, ends)
     return replace(prompts, numbers=numbers)

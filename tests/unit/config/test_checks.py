@@ -45,6 +45,15 @@ def test_k1_in_the_loss_is_refused(algorithm, more, fix):
     assert load_with("kl_coef=0.1", "kl_estimator=k1").options.kl_coef == 0.1
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "reward_model"])
+def test_options_of_sampling_are_refused_where_responses_are_given(algorithm):
+    """samples_per_prompt=4 trained on each row four times, a temperature divided the logits of the loss."""
+    for option in ("samples_per_prompt=4", "generation.temperature=0.7", "generation.min_new_tokens=2"):
+        with pytest.raises(UserError, match=f"{option}: it has no effect without an algorithm that generates"):
+            load("tiny", [option], algorithm=algorithm)
+    load("tiny", ["samples_per_prompt=1", "generation.temperature=1"], algorithm=algorithm)
+
+
 def test_environments_that_contradict_other_options():
     """And what an environment sets."""
     for vain in (

@@ -98,7 +98,6 @@ def test_there_is_a_number_for_every_token_of_the_set(folder, tmp_path):
         ["data.max_prompt=2", "data.long_prompts=truncate"],
         ["models.reference=FOLDER/actor"],
         ["dtype=bfloat16"],
-        ["generation.temperature=0.5"],
         ["data.precomputed_logprobs=none"],
     ],
 )
