@@ -26,11 +26,9 @@ from rlhf_spmd.plan.workload import ModelShape
 ACTIVATIONS_OFF = 0.10  # of what plan/cost/memory.py says of a training step
 SAMPLE_SHARE = 0.60  # of the memory bandwidth
 MATRIX_SHARE = 0.40  # of the rate of bfloat16 products: a step of training
-CACHE_SHARE = 0.85  # of the free memory
 DRY_CEILINGS = {"memory_bytes_per_s": 1e10, "matrix_flops_per_s": {"float32": 1e11, "bfloat16": 1e11}}
 DRY = ModelShape(2, 32, 48, 4, 2, 8, 300)
 LLAMA_1B = ModelShape(22, 2048, 5632, 32, 4, 64, 32000)
-QWEN3_06B = ModelShape(28, 1024, 3072, 16, 8, 128, 151936, tied=True, qk_norm=True)
 LONGEST = 2048  # tokens of a sequence
 
 
