@@ -106,7 +106,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_byte
     from huggingface_hub import split_state_dict_into_shards_factory
 
     shards = split_state_dict_into_shards_factory(
-        tensors,
+        dict(tensors),
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,

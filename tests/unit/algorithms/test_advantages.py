@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_spmd.algorithms import advantages, masks
+from rlhf_spmd.algorithms.controllers import RunningMoments
 
 EOS = 7
 NAN = float("nan")
@@ -74,6 +75,22 @@ def test_row_06_gae_is_the_double_sum_over_the_mask(num_rows, num_tokens, gamma,
 # ---- whitening (row 8) ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_row_08_global_moments(num_ranks):
+    """Shares add up; a rank without a valid token contributes zeros; masked entries and padding are never read."""
+    mask_BG = random_mask(8, 5)
+    mask_BG[3] = False
+    x_BG = torch.where(mask_BG, randn(8, 5) * 2 + 3, NAN)
+    total = sum(advantages.moments(x, m) for x, m in zip(x_BG.chunk(num_ranks), mask_BG.chunk(num_ranks), strict=True))
+    total = total + advantages.moments(x_BG[:0], mask_BG[:0])
+    valid = x_BG[mask_BG]
+    assert total.dtype == torch.float64 and float(total[0]) == len(valid)
+    white_BG = advantages.whitened(x_BG, mask_BG, total)
+    expected = (valid - valid.mean()) / (valid.var(correction=0) + 1e-8).sqrt()
+    torch.testing.assert_close(white_BG[mask_BG], expected)
+    assert (white_BG[~mask_BG] == 0).all()
+
+
 def test_row_08_edges():
     """No token at all, one token, and float32 with a large mean (accumulated in float64)."""
     x_BG, none_BG = randn(2, 3), torch.zeros(2, 3, dtype=torch.bool)
@@ -91,3 +108,56 @@ def test_row_08_edges():
 
 
 # ---- the call -------------------------------------------------------------------------------------------------------
+
+
+def rows_of(seed: int = 0) -> dict[str, Tensor]:
+    """Returns what the call of PPO reads, of four rows; the last one has no token."""
+    mask_BG = torch.tensor([[True, True, True], [True, True, False], [True, False, False], [False, False, False]])
+    return {
+        "logprobs_BG": torch.where(mask_BG, randn(4, 3, seed=seed), NAN),
+        "ref_logprobs_BG": torch.where(mask_BG, randn(4, 3, seed=seed + 1), NAN),
+        "scores_B": randn(4, seed=seed + 2),
+        "values_BG1": randn(4, 4, seed=seed + 3),
+        "mask_BG": mask_BG,
+        "ended_B": torch.tensor([False, True, True, False]),
+    }
+
+
+OPTIONS = {
+    "kl_coef": 0.3,
+    "score_moments": RunningMoments(),
+    "value_moments": RunningMoments(),
+    "gamma": 0.9,
+    "lam": 0.8,
+    "truncation": "penalty",
+    "truncation_penalty": -2.0,
+    "clip_score": None,
+    "normalize_scores": False,
+    "normalize_values": False,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"truncation": "bootstrap"}, {"truncation": "score", "clip_score": 0.5}])
+def test_estimate_advantages_puts_the_rules_together(changes):
+    rows, options = rows_of(), OPTIONS | changes
+    mask_BG, ended_B = rows["mask_BG"], rows["ended_B"]
+    shaped = {name: options[name] for name in ("truncation", "truncation_penalty", "clip_score")}
+    scores_B = advantages.shaped_scores(rows["scores_B"], ended_B, **shaped)
+    kl_BG = advantages.token_kl(rows["logprobs_BG"], rows["ref_logprobs_BG"], mask_BG)
+    rewards_BG = advantages.token_rewards(scores_B, kl_BG, mask_BG, 0.3)
+    goes_on_B = ~ended_B if options["truncation"] == "bootstrap" else None
+    expected = advantages.gae(rewards_BG, rows["values_BG1"], mask_BG, gamma=0.9, lam=0.8, bootstrap_B=goes_on_B)
+    advantages_BG, returns_BG, sums = advantages.estimate_advantages(**rows, **options)
+    assert torch.equal(advantages_BG, expected[0]) and torch.equal(returns_BG, expected[1])
+    means = {name: (float(total), int(weight)) for name, (total, weight) in sums.items()}
+    used_B = rows["scores_B"] if options["truncation"] == "score" else rows["scores_B"][ended_B]
+    assert means == {
+        "reward": (pytest.approx(float(scores_B.sum())), 4),
+        "reward_sq": (pytest.approx(float(scores_B.square().sum())), 4),
+        "kl": (pytest.approx(float(kl_BG.sum())), 4),
+        "kl_per_token": (pytest.approx(float(kl_BG.sum())), 6),
+        "return": (pytest.approx(float(returns_BG.sum())), 6),
+        "value": (pytest.approx(float(rows["values_BG1"][:, :-1][mask_BG].sum())), 6),
+        "used_score": (pytest.approx(float(used_B.sum())), len(used_B)),
+        "used_score_sq": (pytest.approx(float(used_B.square().sum())), len(used_B)),
+    }

@@ -313,6 +313,28 @@ def test_the_first_groups_left_are_trained_on(oversampling, overlong):
     assert_same(mini_batches[0], batch, fast, slow.loss(mini_batches[0], rules))
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_what_is_masked_counts_in_no_baseline(scale):
+    """The advantages of the others are those without it. A response that is left alone has no advantage."""
+    mask, ended = torch.ones(4, 4, 5, dtype=torch.bool), torch.ones(4, 4, dtype=torch.bool)
+    ended[0, 3] = ended[1, 0] = ended[2, 1:] = ended[3] = False
+    scores = torch.tensor([[1.0, 1.0, 1.0, 0.0], [9.0, 1.0, 2.0, 6.0], [3.0, 1.0, 0.0, 2.0], [1.0, 2.0, 3.0, 4.0]])
+    found = []
+    for shift in (0.0, 7.0):
+        shifted = torch.where(ended, scores, scores + shift)
+        given = {"scale": scale, "overlong": "mask", "drop_equal_groups": True}
+        advantages, used, sums = group_advantages(shifted, mask, ended, **given)
+        total = group_advantages_sums(shifted, mask, used, overlong="mask")
+        found.append(group_advantages_finish(advantages, used, total, scale=scale))
+        assert sums["equal_groups"][0].tolist() == [1.0, 0.0, 1.0, 1.0]
+        assert equal_groups(shifted, mask, ended, overlong="mask")[:, 3].tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1].tolist() == [[0.0] * 4, [0.0, 1.0, 1.0, 1.0], [0.0] * 4, [0.0] * 4]
+    three = advantages_of([[1.0, 2.0, 6.0]], scale="group" if scale == "batch" else scale)
+    torch.testing.assert_close(found[0][0][1, 1:], three[0].float())
+    assert not found[0][0][[0, 2, 3]].any()
+
+
 def test_all_groups_equal():
     """Nothing is used, the loss is 0, and min_groups ends the run."""
     groups = make_groups()

@@ -9,21 +9,50 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from rlhf_spmd.algorithms.surrogates import (
     policy_loss,
     surrogate_loss,
+    value_loss,
 )
 from rlhf_spmd.runtime.execute.optimizer_step import OptimizerStep
 from tests.folders import write_all
 from tests.runs import RunOf, load
-from tests.unit.algorithms.test_advantages import randn, tensor
+from tests.unit.algorithms.test_advantages import randn, random_mask, tensor
 
 EOS = 7
 NAN = float("nan")
 
 
+def with_one_more(x_BG: Tensor) -> Tensor:
+    """Adds a column of values after the last token, which no loss reads."""
+    return torch.cat([x_BG, x_BG.new_full((len(x_BG), 1), NAN)], 1)
+
+
 # ---- losses (rows 9, 10, 11) ----------------------------------------------------------------------------------------
+
+
+def test_row_11_sums_over_the_mask_only():
+    """Masked entries may hold anything, add nothing and get no gradient; shares of any shape add up to the whole."""
+    mask_BG = random_mask(6, 5, seed=4)
+    new_BG, old_BG, target_BG = (torch.where(mask_BG, randn(6, 5, seed=s) * 0.3, NAN) for s in range(3))
+    new_BG.requires_grad_()
+
+    def loss_of_values(new_BG, old_BG, target_BG, mask_BG):
+        return value_loss(with_one_more(new_BG), with_one_more(old_BG), target_BG, mask_BG)
+
+    for loss in (policy_loss, loss_of_values):
+        whole, sums = loss(new_BG, old_BG, target_BG, mask_BG)
+        (gradient_BG,) = torch.autograd.grad(whole, new_BG)
+        assert whole.isfinite() and (gradient_BG[~mask_BG] == 0).all() and gradient_BG.isfinite().all()
+        assert all(float(weight) == int(mask_BG.sum()) for _, weight in sums.values())
+        shares = slice(0, 1), slice(1, 1), slice(1, 6)
+        parts = [loss(new_BG[own], old_BG[own], target_BG[own], mask_BG[own]) for own in shares]
+        torch.testing.assert_close(sum(part for part, _ in parts), whole)
+        for name in sums:
+            for place in (0, 1):  # the sum, and over how many
+                torch.testing.assert_close(sum(part[name][place] for _, part in parts), sums[name][place])
 
 
 def test_entropy_bonus():

@@ -38,3 +38,14 @@ def test_a_rank_makes_its_part_of_the_mask(part):
     some = torch.tensor([7, 3, 40])
     own = Dropout(SEED, 0.5, dropout.row_N[some], dropout.position_N[some])
     assert torch.equal(own.mask(part, 2), whole[some, part.start : part.stop])
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.5, 0.9])
+def test_the_share_of_what_is_dropped(rate):
+    dropout = make(rate, 1000)
+    one, other = dropout.mask(range(200), 1).double(), dropout.mask(range(200), 2).double()
+    deviation = (rate * (1 - rate) / one.numel()) ** 0.5
+    assert float(one.mean()) == pytest.approx(rate, abs=5 * deviation)
+    assert float((one * other).mean()) == pytest.approx(rate**2, abs=5 * deviation), "layers are independent"
+    assert float((one[1:] * one[:-1]).mean()) == pytest.approx(rate**2, abs=5 * deviation), "tokens are independent"
+    assert dropout.scale == pytest.approx(1 / (1 - rate), rel=1e-4)

@@ -46,3 +46,24 @@ def test_the_order_of_the_sum():
     """Rounds to bfloat16 after each rank: 256 + 1 is 256, and 1 + 1 + 256 is 258."""
     parts = torch.tensor([[256.0, 1.0], [1.0, 1.0], [1.0, 256.0]], dtype=torch.bfloat16)
     assert one_shot.in_order(parts).tolist() == [256.0, 258.0]
+
+
+def test_a_tensor_on_a_cpu_is_not_summed():
+    class Group:
+        group_name = "any"
+
+    assert not one_shot.sum_in_place(torch.zeros(4), Group())
+
+
+def test_torch_has_what_is_called():
+    schema = torch._C._get_schema("symm_mem::one_shot_all_reduce_out", "")
+    arguments = [(one.name, str(one.type), one.alias_info is not None) for one in schema.arguments]
+    assert arguments == [
+        ("input", "Tensor", False),
+        ("reduce_op", "str", False),
+        ("group_name", "str", False),
+        ("out", "Tensor", True),
+    ]
+    memory = torch._C._distributed_c10d._SymmetricMemory
+    assert "group_name: str | None" in memory.empty_strided_p2p.__doc__.replace("Optional[str]", "str | None")
+    assert "group_name: str | None" in memory.rendezvous.__doc__.replace("Optional[str]", "str | None")

@@ -54,3 +54,14 @@ def test_random_bits_do_not_depend_on_company():
     first, second, _, _ = philox_python(1234, [9, 1, 130 * 2**24 + 12, 7])
     assert int(all_BG[2, 12]) % 2**64 == first + second * 2**32
     assert random_bits(1234, 130, 7, [], [], 3).shape == (0, 3)
+
+
+def test_every_index_matters():
+    def words(seed: int, stream: int, iteration: int, prompt: int, sample: int, first: int = 0) -> list[int]:
+        bits_G = random_bits(seed, stream, iteration, [prompt], [sample], first + 2)[0, first:]
+        return (bits_G % 2**32).tolist() + (bits_G >> 32).tolist()
+
+    base = words(1, 5, 2, 3, 4)
+    others = [words(0, 5, 2, 3, 4), words(1 + 2**32, 5, 2, 3, 4), words(1, 4, 2, 3, 4), words(1, 5, 3, 3, 4)]
+    others += [words(1, 5, 2, 4, 4), words(1, 5, 2, 3, 3), words(1, 5, 2, 3, 4, first=2)]
+    assert all(mine != theirs for other in others for mine, theirs in zip(base, other, strict=True))

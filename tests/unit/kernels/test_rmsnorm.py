@@ -51,6 +51,18 @@ def test_rmsnorm(dtype, num_rows, size, adds, device):
         near(y, y_ref, ulps=4 if dtype == torch.float32 else 1)
 
 
+def test_rmsnorm_of_heads_and_of_nothing(device):
+    """The norms of queries and keys: rows [T, H] within a fused projection."""
+    fused = random(5, 7, 24, dtype=torch.float32, device=device)
+    weight = random(24, dtype=torch.float32, device=device, seed=1)
+    for heads in (fused[:, :4], fused[:, 4:6]):
+        y, same = rmsnorm_triton(heads, weight, 1e-6)
+        assert same is heads
+        near(y, F.rms_norm(heads, (24,), weight, 1e-6), ulps=4)
+    y, _ = rmsnorm_triton(fused[:0], weight, 1e-6)
+    assert y.shape == (0, 7, 24)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 257), (17, 64), (5, 2048), (2, 3000), (9, 1024), (5, 4, 24)])
 @pytest.mark.parametrize("adds", [False, True])
@@ -78,3 +90,15 @@ def test_backward(dtype, shape, adds, device, monkeypatch):
         assert (got.double() - x).norm() <= tolerance * x.norm() + 1e-6
     frozen = torch.autograd.grad(loss(rmsnorm, leaves[0], weight.detach(), *leaves[2:]), leaves[:1])
     assert torch.equal(frozen[0], found[0])
+
+
+def test_a_sum_that_nothing_reads(device, monkeypatch):
+    """The last norm has no gradient of x + residual."""
+    monkeypatch.setattr(triton_import, "DEVICES", ("cpu", "cuda"))
+    x, residual = (random(3, 24, dtype=torch.float32, device=device, seed=at).requires_grad_() for at in range(2))
+    weight = random(24, dtype=torch.float32, device=device, seed=2)
+    y, _ = rmsnorm(x, weight, 1e-5, residual)
+    found = torch.autograd.grad(y.sin().sum(), [x, residual])
+    assert torch.equal(*found)
+    (wanted,) = torch.autograd.grad(rmsnorm_ref(x, weight, 1e-5, residual)[0].sin().sum(), [x])
+    torch.testing.assert_close(found[0], wanted)

@@ -62,6 +62,20 @@ def test_banned_tokens_are_never_drawn(data, vocab_size, num_allowed):
     assert (logprobs_B <= 1e-6).all() and logprobs_B.isfinite().all()
 
 
+def test_many_tokens_are_drawn_as_often_as_they_should_be():
+    """Chi-square over 1,100 tokens of very unequal masses, and over the tokens of one group of eight."""
+    logits, num = random_logits(1, 1100, scale=1.5)[0], 100_000
+    tokens_B = torch.cat([drawn(logits.expand(10_000, -1), bits)[0] for bits in random_rows(num, seed=5).split(10_000)])
+    counts = torch.bincount(tokens_B, minlength=1100).double()
+    expected = num * logits.double().softmax(0)
+    for tokens in (slice(None), slice(8, 16)):
+        share = expected[tokens] / expected[tokens].sum() * counts[tokens].sum()
+        often = share > 5
+        square = float(((counts[tokens] - share).square() / share)[often].sum())
+        degrees = int(often.sum()) - 1
+        assert abs(square - degrees) < 4 * (2 * degrees) ** 0.5
+
+
 def test_edges_of_the_blocks():
     """Equal logits over eight blocks: u_0 = k / 8 is the first number that draws a token of block k."""
     k = torch.arange(8)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rlhf_spmd.kernels import triton_import
 from rlhf_spmd.kernels.silu_mul import TILE, silu_mul, silu_mul_ref, silu_mul_triton, swiglu, swiglu_backward_triton
 from tests.unit.kernels.test_rmsnorm import DTYPES, ULP, near, random
 
@@ -48,6 +49,15 @@ def test_swiglu_backward(dtype, num_rows, size, device):
     for got, x in zip(found, wanted, strict=True):
         close(got, x)
     assert found[1].data_ptr() - found[0].data_ptr() == size * dtype.itemsize
+
+
+def test_swiglu_by_kernels(device, monkeypatch):
+    monkeypatch.setattr(triton_import, "DEVICES", ("cpu", "cuda"))
+    leaves = [random(3, 257, dtype=torch.float32, device=device, seed=at).requires_grad_() for at in range(2)]
+    y, wanted = swiglu(*leaves), F.silu(leaves[0]) * leaves[1]
+    near(y.detach(), wanted.detach(), ulps=8)
+    for got, x in zip(*(torch.autograd.grad(one.sum(), leaves) for one in (y, wanted)), strict=True):
+        close(got, x)
 
 
 def close(got, x):

@@ -139,6 +139,24 @@ def test_stored_sets(num_stored, dtype):
                 assert float(sampled.logprobs_B[b]) == pytest.approx(logprob, abs=1e-5)
 
 
+def test_rules_of_each_row():
+    """Rows of one batch with rules of their own are drawn as if each were alone."""
+    logits_BV, bits_B = make_rows(60, 1300)
+    rules = {
+        "temperature": torch.tensor([1.0, 0.0, 0.7, 3.0]).repeat(15),
+        "top_k": torch.tensor([0, 5, 0, 0, 40]).repeat(12),
+        "top_p": torch.tensor([1.0, 0.9, 0.5]).repeat(20),
+        "min_p": torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0, 0.0]).repeat(10),
+    }
+    for num_stored in (0, 50):
+        sampled = sample(logits_BV, bits_B, num_stored=num_stored, **rules)
+        for b in range(60):
+            mine = {key: value[b].item() for key, value in rules.items()}
+            alone = sample(logits_BV[b : b + 1], bits_B[b : b + 1], num_stored=num_stored, **mine)
+            for field, expected in zip(sampled, alone, strict=True):
+                assert (field is None and expected is None) or torch.equal(field[b : b + 1], expected)
+
+
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_form_and_twin_agree_on_anything(data):

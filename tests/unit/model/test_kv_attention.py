@@ -6,7 +6,7 @@ import torch
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.decode_attention import Decode
 from rlhf_spmd.model.kv_attention import Continued, DecodeStep, Prefill, Round
-from rlhf_spmd.model.linear import join
+from rlhf_spmd.model.linear import Copies, join
 from rlhf_spmd.runtime.generation.kv_cache import KVCache, slots_of
 from tests.unit.model.test_transformer import ours, some_tokens, theirs
 
@@ -83,6 +83,20 @@ def test_further_tokens_of_rows(case):
         found = model(further, context=Round(None, None, None, Continued(more, cache, slots))).split(more)
         for got, tokens_T in zip(found, rows, strict=True):
             torch.testing.assert_close(got, model(tokens_T[None])[0, -len(got) :], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2 window", "qwen3 window"])
+def test_half_precision_joins(case):
+    """What a CPU does in bfloat16 with the rows of a decode step is as close to float64 as the training pass is."""
+    model = ours(theirs(case), dtype=torch.bfloat16)
+    joined, prompts_BT = Copies(model).joined, some_tokens(3, 8, model.config.vocab_size)
+    assert joined is not None and Copies(ours(theirs(case))).joined is None
+    cache = KVCache(model, 3, 32)
+    slots_N = slots_of([[0], [1], [2]], [8, 8, 8], 32)
+    with torch.no_grad():
+        found = model(prompts_BT.flatten(), context=Round(None, Prefill([8, 8, 8], cache, slots_N), joined))
+        trained, exact = model(prompts_BT).flatten(0, 1), model.double()(prompts_BT).flatten(0, 1)
+    assert 0 < (found - exact).std() < 1.2 * (trained - exact).std()
 
 
 def test_dynamic_rope_refuses_to_decode_beyond_its_length():

@@ -1,10 +1,14 @@
 """Random weights are functions of a number's place, so any shard has its part of one model."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from rlhf_spmd.config.model_folders import write_random_model
 from rlhf_spmd.model.hf import load_model, load_tokenizer
+from rlhf_spmd.model.parallel import Parallel, slice_of
+from rlhf_spmd.plan.shard import Shard
 
 
 @pytest.fixture(scope="module")
@@ -12,6 +16,17 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("random") / "model"
     write_random_model(path, "llama-15m", "float32")
     return path
+
+
+@pytest.mark.parametrize("shard", [Shard(tp=2, tp_index=1), Shard(1, 3), Shard(1, 2, 0, 2)], ids=str)
+def test_a_shard_is_a_part_of_the_whole(folder, shard):
+    whole = load_model(folder, head="lm")
+    group = SimpleNamespace(size=lambda: shard.tp) if shard.tp > 1 else None
+    part = load_model(folder, head="lm", parallel=Parallel(shard, group))
+    state, config = whole.state_dict(), whole.config
+    assert 0 < len(part.state_dict()) <= len(state)
+    for name, weight in part.state_dict().items():
+        assert torch.equal(weight, state[name][slice_of(name, config, shard)]), name
 
 
 def test_matrices_look_like_those_of_a_new_model(folder):

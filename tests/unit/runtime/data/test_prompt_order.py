@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
 from rlhf_spmd.runtime.data.prompts import load_prompts
 from tests.unit.runtime.data.test_prompts import Words
@@ -94,3 +95,22 @@ def test_the_order_is_part_of_the_fingerprint(tmp_path):
     assert len({one.fingerprint() for one in found}) == len(ways)
     joined = load_prompts(write(tmp_path / "c.txt", "a", "b", "c d"), Words(), max_prompt_tokens=8)
     assert joined.fingerprint() == found[0].fingerprint() and joined.batch(3, 2) == found[0].batch(3, 2)
+
+
+def test_what_is_wrong_names_its_file(tmp_path):
+    good, long = write(tmp_path / "a.txt", "a"), write(tmp_path / "b.jsonl", {"prompt": "a"}, {"prompt": "a b c d"})
+    for bad, words in (
+        ([good, good], "a.txt twice"),
+        ([good, f"{tmp_path}/./a.txt"], "a.txt twice"),
+        ([good, write(tmp_path / "empty.jsonl")], "empty.jsonl is empty"),
+        ([good, str(tmp_path / "no.jsonl")], "no.jsonl does not exist"),
+        ([good, write(tmp_path / "c.jsonl", {"prompt": "a"}, {"promt": 1})], "c.jsonl, line 2: no key 'prompt'"),
+        ([good, long], "b.jsonl, line 2: the prompt has 4 tokens"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load_prompts(bad, Words(), max_prompt_tokens=3)
+    found = load_prompts([good, long], Words(), max_prompt_tokens=3, long_prompts="drop")
+    assert (found.sizes, found.counts["dropped"]) == ((1, 1), 1)
+    only = write(tmp_path / "d.txt", "a b c d")
+    with pytest.raises(UserError, match="d.txt has no row to learn from: 1 are too long"):
+        load_prompts([good, only], Words(), max_prompt_tokens=3, long_prompts="drop")

@@ -88,6 +88,21 @@ def test_what_decays(head, tied):
     assert len(found["linear"]) == 7 + (head == "scalar" or not tied)  # of a layer; the head
 
 
+def test_goes_on_after_so_many_steps():
+    whole, second = AdamW(masters(torch.float32), **SETTINGS), AdamW(masters(torch.float32), **SETTINGS)
+    ones = [torch.ones_like(state["master"]) for state in whole.states]
+    whole.step(ones, lr=0.1)
+    second.begin(whole.num_steps)
+    with torch.no_grad():
+        for state, other in zip(second.states, whole.states, strict=True):
+            for kind, value in state.items():
+                value.copy_(other[kind])
+    whole.step(ones, lr=0.1)
+    second.step(ones, lr=0.1)
+    for state, other in zip(second.states, whole.states, strict=True):
+        assert all(torch.equal(value, other[kind]) for kind, value in state.items())
+
+
 def test_a_rank_starts_without_torchs_compiler():
     code = """if True:
         import sys, torch

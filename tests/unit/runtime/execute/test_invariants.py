@@ -63,6 +63,17 @@ def test_invariant_1_exactly_when_recomputed(micro_batch, sampling, dtype, overr
         assert second["approx_kl"] > 0.0
 
 
+@pytest.mark.parametrize("temperature", [*(pytest.param(one, marks=pytest.mark.slow) for one in (0.5, 1.0)), 1.7])
+def test_invariant_1_within_parity_from_the_generator(temperature, overrides):
+    run = RunOf(load(overrides, f"generation.temperature={temperature}", "ppo.clip_ratio=0.0005"))
+    for _ in range(3):
+        metrics = run.iteration()
+        first = run.meter.steps["actor"][0]
+        assert 0 < metrics["parity_max_abs"] < RATIO_LIMIT
+        assert abs(first["ratio"] - 1) < RATIO_LIMIT and first["approx_kl"] < RATIO_LIMIT**2
+        assert first["clip_fraction"] == 0.0
+
+
 # ---- Invariants 2, 4, 5: how the rows are cut, ordered and padded ---------------------------------------------------
 
 

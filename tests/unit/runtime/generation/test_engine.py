@@ -1,5 +1,7 @@
 """The engine: the result of a request depends neither on other requests nor on the layout of the cache."""
 
+import random
+
 import pytest
 import torch
 
@@ -206,6 +208,20 @@ def decode(tokens, *, special: bool = False) -> str:
     return "".join(chr(ord("a") + token % 26) for token in tokens)
 
 
+def test_stop_texts():
+    model, num = make_model(), 16
+    prompts, bits_RG = make_prompts(num), draws(num)
+    free, _ = run(Engine(model, longest=LONGEST, max_sequences=9), prompts, bits_RG, Sampling(MAX_NEW))
+    stops = [decode(row)[4:6] for row in free]  # two letters that come by in each
+    sampling = [Sampling(MAX_NEW, stop=(stop, "never", decode(row)[7])) for stop, row in zip(stops, free, strict=True)]
+    engine = Engine(model, longest=LONGEST, max_sequences=5, decode=decode)
+    found, _ = run(engine, prompts, bits_RG, sampling)
+    for row, whole, one in zip(found, free, sampling, strict=True):
+        ends = [end for end in range(1, MAX_NEW + 1) if any(stop in decode(whole[:end]) for stop in one.stop)]
+        assert row == whole[: ends[0]]
+    assert min(map(len, found)) < 6
+
+
 def test_greedy_takes_the_most_likely():
     model = make_model()
     prompts = make_prompts(5)
@@ -231,3 +247,20 @@ def test_the_cache_is_sized_by_the_memory():
         make_engine(model, max_sequences=9, free_bytes=2.5 * one_row), make_prompts(6), draws(6), Sampling(9)
     )
     assert found == run(make_engine(model, max_sequences=9), make_prompts(6), draws(6), Sampling(9))[0]
+
+
+def test_blocks_move_as_if_all_at_once():
+    """Chains and cycles; what is behind the tokens of a row stays."""
+    chance = random.Random(0)
+    for _ in range(50):
+        cache = KVCache(make_model(), 6, LONGEST)
+        stored = cache.keys_LnKsd, cache.values_LnKsd
+        before = [x.copy_(torch.randn(x.shape)).clone() for x in stored]
+        sources, targets = chance.sample(range(6), 4), chance.sample(range(6), 4)
+        moves = [(*pair, chance.randrange(1, LONGEST + 1)) for pair in zip(sources, targets, strict=True)]
+        cache.move(moves)
+        for now, was in zip(stored, before, strict=True):
+            expected = was.clone()
+            for source, to, num in moves:
+                expected[:, to, :, :num] = was[:, source, :, :num]
+            assert torch.equal(now, expected)

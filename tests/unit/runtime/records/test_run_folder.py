@@ -87,6 +87,13 @@ def test_metrics_are_on_disk_after_every_iteration(tmp_path):
     assert folder.notes == []
 
 
+def test_a_folder_that_goes_away_is_named(tmp_path):
+    folder = RunFolder.create(tmp_path, strategy="flattening", name="run")
+    shutil.rmtree(folder.path)
+    with pytest.raises(UserError, match=f"the run folder {folder.path} is gone.*start the run again"):
+        folder.write("strategy.py", "")
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_folder_that_is_replaced_is_noticed(begun, tmp_path):
     folder = RunFolder.create(tmp_path, strategy="flattening", name="run")
@@ -132,6 +139,24 @@ def test_imports_are_late():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_the_metrics_of_ppo_keep_their_names_and_curves():
+    """Whoever compares runs finds the same curves in all of them."""
+    by_group = {
+        "reward": "reward reward_std score score_std kl kl_per_token kl_coef reward_timeouts",
+        "policy": "policy_loss clip_fraction entropy ratio approx_kl approx_kl_sq importance_weight rejected "
+        "importance_max importance_truncated importance_ess generator_clip_fraction",
+        "value": "value_loss value_clip_fraction value_error_sq value return",
+        "optimizer": "actor_grad_norm critic_grad_norm actor_lr critic_lr expert_load router_balance router_z "
+        "router_entropy",
+        "generation": "response_length ended_fraction parity_max_abs parity_mean_abs route_disagreement "
+        "lag lag_tokens held_groups lag_max_abs lag_mean_abs gen_tokens failed_groups prompts_used",
+        "speed": "gen_tokens_per_s moved_bytes moved_messages generate_s tflops mfu peak_bytes iteration_s",
+    }
+    assert {name: group for group, names in by_group.items() for name in names.split()} == GROUPS
+    columns = [metric.column for metric in METRICS.values() if metric.column]
+    assert columns == ["reward", "kl", "length", "policy", "clipped", "value", "timeouts", "gen tok/s", "seconds"]
+
+
 def test_a_resumed_run_drops_what_it_does_again(tmp_path):
     folder = RunFolder(tmp_path)
     for iteration in range(4):
@@ -147,3 +172,11 @@ def test_a_resumed_run_drops_what_it_does_again(tmp_path):
     again.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [(row["iteration"], row["reward"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 7.0)]
+
+
+def test_nobody_else_runs_in_a_locked_folder(tmp_path):
+    first = RunFolder(tmp_path)
+    first.lock()
+    with pytest.raises(UserError, match="is in use by another run"):
+        RunFolder(tmp_path).lock()
+    RunFolder(tmp_path, writes=False).lock()
