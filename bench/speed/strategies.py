@@ -107,7 +107,7 @@ def run_case(
         "moved_messages": metrics[-1]["moved_messages"],
         "static_bytes": max(sum(kinds.values()) for kinds in static),
         **{f"{kind}_share": share for kind, share in parts.items()},
-        "ok": split or parts["control"] <= LARGEST_CONTROL,
+        "ok": parts["control"] is None or parts["control"] <= LARGEST_CONTROL,
     }
     return row, records, median_iteration(records, [one["iteration_s"] for one in metrics])
 
