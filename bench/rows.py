@@ -98,12 +98,12 @@ def write(name: str, rows: list[dict], folder: Path | None = None) -> Path:
     measured keeps that."""
     path = written(name, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = provenance()
-    path.write_text(
+    about, part = provenance(), path.with_suffix(".tmp")  # a bench that is killed meanwhile keeps its rows
+    part.write_text(
         "".join(json.dumps(row | {key: row.get(key, about[key]) for key in ABOUT}) + "\n" for row in rows),
         encoding="utf-8",
     )
-    return path
+    return part.replace(path)
 
 
 def read_rows(path: Path) -> list[dict]:
