@@ -7,6 +7,7 @@ resumed run overwrites the points of iterations that it repeats.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -129,6 +130,8 @@ class TensorBoard:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # late, because it takes half a second
 
+            shown = threading.excepthook
+            threading.excepthook = lambda hooked: None if _is_tensorboards(hooked.thread) else shown(hooked)
             self._writer = SummaryWriter(str(self.curves.folder), purge_step=self.curves.purge_step)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
@@ -137,3 +140,8 @@ class TensorBoard:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _is_tensorboards(thread: threading.Thread | None) -> bool:
+    """Returns whether it is the thread of TensorBoard that writes, whose error `add` or `close` raises again."""
+    return type(thread).__module__.startswith("tensorboard.")
