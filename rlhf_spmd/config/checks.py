@@ -17,7 +17,7 @@ MOST_COUNTED_EPOCHS = 1000  # whose steps are cut by a budget of tokens: seconds
 OF_THE_PACKAGE = ("rlhf_spmd.rewards:", "rlhf_spmd.embedded.table_tools:")
 ADAPTERS = ("lora.alpha", "lora.targets", "lora.rslora", "lora.dropout")
 TRACKER = ("logging.entity", "logging.group", "logging.tags")
-# of generated responses, which would repeat the rows of given ones, or change their logprobs
+# options of sampling: where responses are given, they would repeat rows or change logprobs
 OF_SAMPLING = ("samples_per_prompt", "generation.temperature", "generation.min_new_tokens")
 # options of an evaluation that concern generated responses
 GENERATED = ("samples_per_prompt", "temperature", "max_new_tokens", "reward_function", "right_at")
